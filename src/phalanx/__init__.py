@@ -1,0 +1,1 @@
+"""Phalanx: an LLM serving engine for very wide batches."""

@@ -1,0 +1,1 @@
+"""Attention backends: `base` is the protocol, `registry` finds one by name."""

@@ -1,0 +1,1 @@
+"""Frozen settings. `resolve` turns human wishes plus hardware into settled facts, once."""

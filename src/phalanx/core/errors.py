@@ -1,0 +1,60 @@
+"""Every error that Phalanx raises on purpose.
+
+PhalanxError
+├── ConfigError       a command line or configuration that cannot be honoured: one line, exit code 2
+├── ModelError        a model folder, file or tensor that cannot be used; also one line, exit code 2
+├── RequestError      one request is wrong: an HTTP 4xx for it alone, the engine and its neighbours go on
+└── EngineError       the engine itself failed: the requests of that step end with an error
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(Exception):
+    """Base of all deliberate errors."""
+
+
+class ConfigError(PhalanxError):
+    """A setting that cannot be honoured. The message is one line, made for the command line."""
+
+
+class ModelError(PhalanxError):
+    """A model that cannot be loaded. The message is one line and names the file, tensor or architecture."""
+
+
+class EngineError(PhalanxError):
+    """The engine failed in a step."""
+
+
+class RequestError(PhalanxError):
+    """One request cannot be served as asked.
+
+    Attributes:
+        message: what is wrong, naming the numbers involved.
+        status: HTTP status (400, 401, 404, 413, 503).
+        param: the request field at fault, or None.
+        code: a short machine-readable cause, or None.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type for this status."""
+        return {
+            401: "authentication_error",
+            404: "not_found_error",
+            500: "server_error",
+            503: "service_unavailable_error",
+        }.get(self.status, "invalid_request_error")
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """OpenAI's error body: {"error": {message, type, param, code}}."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

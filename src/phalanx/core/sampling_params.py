@@ -1,0 +1,122 @@
+"""Sampling parameters, with SGLang's names and defaults."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from phalanx.core.errors import RequestError
+
+GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in SGLang
+MAX_STOP_TOKEN_IDS = 16  # device columns per row, the model's own end tokens included
+MAX_LOGIT_BIAS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens of one request are chosen and when it ends.
+
+    Attributes:
+        max_new_tokens: at most this many output tokens; 0 runs the prompt only and returns nothing.
+            None: whatever the context length leaves.
+        temperature: 0 (below 1e-5) is argmax, whatever the other filters say.
+        top_p: keep the smallest set of tokens whose probabilities reach this sum; 1 is off.
+        top_k: keep the k likeliest tokens; -1 is off.
+        min_p: drop tokens less likely than min_p times the likeliest; 0 is off.
+        frequency_penalty: subtracted from a logit once per earlier *output* occurrence, in [-2, 2].
+        presence_penalty: subtracted once if the token occurred in the *output*, in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or
+            output, in (0, 2].
+        min_new_tokens: the end tokens cannot be chosen before this many output tokens.
+        stop: strings that end the text; the match itself is cut off unless no_stop_trim.
+        stop_token_ids: more token ids that end the request.
+        ignore_eos: the model's own end tokens do not end the request (stop_token_ids still do).
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: accepted for SGLang's sake; true is the only behaviour.
+        no_stop_trim: keep the stop string or stop token in the text (vLLM: include_stop_str_in_output).
+        n: independent outputs of one prompt.
+        logit_bias: token id -> number added to its logit.
+        sampling_seed: makes the outputs a function of the request alone; None draws one.
+    """
+
+    max_new_tokens: int | None = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    logit_bias: dict[int, float] = {}
+    sampling_seed: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the row takes the argmax."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    def check(self, vocab_size: int) -> None:
+        """Raise RequestError for any value out of range; `vocab_size` bounds token ids."""
+        if self.max_new_tokens is not None:
+            _integer("max_new_tokens", self.max_new_tokens, 0, None)
+        _number("temperature", self.temperature, 0.0, None)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise _bad("top_p", "must be in (0, 1], got 0")
+        _integer("top_k", self.top_k, -1, None)
+        if self.top_k == 0:
+            raise _bad("top_k", "must be -1 (off) or at least 1, got 0")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0)
+        if self.repetition_penalty == 0:
+            raise _bad("repetition_penalty", "must be in (0, 2], got 0")
+        _integer("min_new_tokens", self.min_new_tokens, 0, None)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise _bad(
+                "min_new_tokens", f"is {self.min_new_tokens}, above max_new_tokens {self.max_new_tokens}"
+            )
+        _integer("n", self.n, 1, 1024)
+        if self.sampling_seed is not None:
+            _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise _bad("stop", "must be non-empty strings")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
+            raise _bad("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS // 2} ids")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, vocab_size - 1)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise _bad("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, vocab_size - 1)
+            _number("logit_bias", bias, -100.0, 100.0)
+
+
+def _bad(name: str, what: str) -> RequestError:
+    return RequestError(f"{name} {what}", param=name, code="invalid_value")
+
+
+def _number(name: str, value: Any, low: float, high: float | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _bad(name, f"must be a finite number, got {value!r}")
+    if value < low or (high is not None and value > high):
+        span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g}]"
+        raise _bad(name, f"must be {span}, got {value!r}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _bad(name, f"must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise _bad(name, f"must be {span}, got {value!r}")

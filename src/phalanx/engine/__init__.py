@@ -1,0 +1,1 @@
+"""Executes one StepPlan on the device; remembers nothing about users."""

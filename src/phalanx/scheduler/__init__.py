@@ -1,0 +1,1 @@
+"""Decides who runs and who waits; owns request state. Imports neither torch nor the engine."""

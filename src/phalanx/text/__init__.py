@@ -1,0 +1,1 @@
+"""Strings and ids: tokenizer, chat template, incremental detokenizer. Knows no sockets."""
