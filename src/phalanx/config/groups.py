@@ -147,6 +147,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_workers: int = 1
     log_level: str = "info"
     skip_tokenizer_init: bool = False
+    chat_template: str | None = None
     stream_interval: int = 1
     incremental_streaming_output: bool = False
     max_body_bytes: int = 64 * 2**20

@@ -1,0 +1,106 @@
+"""The server's command line: SGLang's flag names, one table of what each means here.
+
+A flag that asks for what is so already is accepted and logged; one that asks for what cannot be done is
+refused by `resolve` with a ConfigError. A flag that is not listed at all is refused by argparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which model to load and how to run it: shared by serve, generate and bench offline."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model-path",
+        "--model",
+        dest="model",
+        required=True,
+        metavar="MODEL",
+        help="smollm2, a folder, a .gguf file, a hub id, or a built-in shape for --load-format dummy",
+    )
+    group.add_argument(
+        "--tokenizer-path", metavar="PATH", help="where the tokenizer lies, if not with the model"
+    )
+    group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    group.add_argument("--revision", help="hub revision (branch, tag or commit)")
+    group.add_argument("--dtype", choices=DTYPES, default="auto")
+    group.add_argument("--context-length", type=int, help="prompt plus output of one request, in tokens")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="accepted: no code of a checkpoint is ever run"
+    )
+    group.add_argument("--quantization", help="refused unless none: quantised compute is not built yet")
+    group.add_argument("--kv-cache-dtype", default="auto", help="auto: the compute dtype; others are refused")
+
+    group = parser.add_argument_group("engine")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda", "null"), default="auto")
+    group.add_argument("--random-seed", type=int, help="seed of requests that bring none (default: drawn)")
+    group.add_argument("--attention-backend", default="auto", help="auto or torch_native")
+    group.add_argument(
+        "--disable-cuda-graph", action="store_true", help="run steps eagerly (always so on a CPU)"
+    )
+    group.add_argument(
+        "--disable-overlap-schedule", action="store_true", help="read each step before launching the next"
+    )
+    group.add_argument("--num-threads", type=int, help="CPU threads of the engine (default: the cores)")
+
+    group = parser.add_argument_group("memory and scheduling")
+    group.add_argument("--page-size", type=int, help="tokens per KV page: 1 or 16 are the tested sizes")
+    group.add_argument("--max-total-tokens", type=int, help="size of the KV pool in tokens")
+    group.add_argument(
+        "--mem-fraction-static", type=float, help="share of memory for weights and KV pool together"
+    )
+    group.add_argument("--max-running-requests", type=int, help="requests that decode at once")
+    group.add_argument(
+        "--max-queued-requests", type=int, help="waiting requests beyond which new ones get a 503"
+    )
+    group.add_argument("--max-prefill-tokens", type=int, default=16384, help="prompt tokens in one step")
+    group.add_argument(
+        "--chunked-prefill-size",
+        type=int,
+        help="split prompts into chunks of this many tokens; -1 never splits",
+    )
+    group.add_argument("--schedule-policy", default="fcfs", help="fcfs")
+    group.add_argument(
+        "--disable-radix-cache", action="store_true", help="accepted: there is no prefix cache yet"
+    )
+    group.add_argument("--enable-mixed-chunk", action="store_true", help="accepted: steps are always mixed")
+
+    group = parser.add_argument_group("parallelism")
+    group.add_argument("--tensor-parallel-size", "--tp-size", "--tp", dest="tp_size", type=int, default=1)
+    group.add_argument("--data-parallel-size", "--dp-size", "--dp", dest="dp_size", type=int, default=1)
+    group.add_argument("--pipeline-parallel-size", "--pp-size", dest="pp_size", type=int, default=1)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the HTTP side."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=int, default=30000)
+    group.add_argument("--api-key", help="demanded as a bearer token on every route but /health")
+    group.add_argument("--served-model-name", help="the name clients use (default: the model as typed)")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file that replaces the model's template"
+    )
+    group.add_argument(
+        "--skip-tokenizer-init", action="store_true", help="ids in, ids out: no tokenizer is loaded"
+    )
+    group.add_argument(
+        "--incremental-streaming-output", action="store_true", help="/generate streams deltas, not the whole"
+    )
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+
+
+def build_parser(prog: str = "phalanx serve") -> argparse.ArgumentParser:
+    """The whole command line of the server."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Serve a model over HTTP (SGLang's and OpenAI's routes).", allow_abbrev=False
+    )
+    add_model_arguments(parser)
+    add_server_arguments(parser)
+    return parser

@@ -1,0 +1,236 @@
+"""From wishes and hardware to settled facts: every "auto" is decided here, once, with its reason."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+
+from phalanx.config.groups import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ModelSource,
+    SchedulerConfig,
+    ServerConfig,
+    Settings,
+)
+from phalanx.config.hardware import Hardware
+from phalanx.core.errors import ConfigError
+
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# SGLang's rule for --max-running-requests without a flag ends between 2048 and 4096; on a CPU the GEMMs of
+# a small model saturate well before (benchmarks/cpu_layers.py), so fewer rows keep inter-token times short.
+_MAX_RUNNING_CUDA = 4096
+_MAX_RUNNING_CPU = 256
+_MAX_TABLE_BYTES = 16 * 2**30  # request-to-token tables beyond this are a mistake in the flags
+
+
+class _Log:
+    """Collects one line per choice."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def resolve(
+    args: argparse.Namespace, hardware: Hardware, source: ModelSource, model: ModelConfig
+) -> Settings:
+    """Settle everything.
+
+    Args:
+        args: of `config.cli.build_parser` (or of add_model_arguments alone: server flags take defaults).
+        hardware: of `config.hardware.detect`.
+        source, model: where the model lies and its shape.
+
+    Raises:
+        ConfigError: a flag asks for what cannot be done.
+    """
+    log = _Log()
+    _refuse_unbuilt(args, log)
+    engine = _engine(args, hardware, model, log)
+    scheduler = _scheduler(args, engine, model, log)
+    cache = _cache(args, engine, scheduler, log)
+    return Settings(
+        source=source,
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        engine=engine,
+        server=_server(args, source, log),
+        choices=tuple(log.lines),
+    )
+
+
+def _refuse_unbuilt(args: argparse.Namespace, log: _Log) -> None:
+    for flag, name in (
+        ("tp_size", "--tensor-parallel-size"),
+        ("dp_size", "--data-parallel-size"),
+        ("pp_size", "--pipeline-parallel-size"),
+    ):
+        size = getattr(args, flag)
+        if size != 1:
+            raise ConfigError(f"{name} {size} is not possible: this version runs on one device")
+    if args.quantization not in (None, "none"):
+        raise ConfigError(f"--quantization {args.quantization} is not built yet")
+    if args.kv_cache_dtype not in ("auto",):
+        raise ConfigError(f"--kv-cache-dtype {args.kv_cache_dtype} is not built yet: only auto")
+    if args.schedule_policy != "fcfs":
+        raise ConfigError(f"--schedule-policy {args.schedule_policy} is not built yet: only fcfs")
+    if args.disable_radix_cache:
+        log("--disable-radix-cache: so already, there is no prefix cache in this version")
+    if args.trust_remote_code:
+        log("--trust-remote-code: accepted, no code of a checkpoint is ever run")
+    if args.enable_mixed_chunk:
+        log("--enable-mixed-chunk: so already, prompt chunks and decode rows share a step")
+
+
+def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, log: _Log) -> EngineConfig:
+    device = args.device
+    if device == "auto":
+        device = "cpu"
+        log(f"device = cpu ({'the GPU engine is not built yet' if hardware.gpu_name else 'no GPU found'})")
+    if device == "cuda":
+        raise ConfigError("--device cuda is not built yet: this version computes on the CPU")
+    dtype = _dtype(args, hardware, model, log)
+    if args.attention_backend not in ("auto", "torch_native"):
+        raise ConfigError(
+            f"--attention-backend {args.attention_backend} is not possible on {device}: only torch_native"
+        )
+    if args.attention_backend == "auto":
+        log(f"attention_backend = torch_native (the backend for {device})")
+    if args.disable_cuda_graph:
+        log(f"--disable-cuda-graph: so already on {device}")
+    if args.num_threads is not None and args.num_threads < 1:
+        raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}")
+    threads = args.num_threads or hardware.num_cpus
+    seed = args.random_seed
+    if seed is None:
+        seed = secrets.randbits(31)
+        log(f"random_seed = {seed} (drawn)")
+    return EngineConfig(
+        device=device,
+        dtype=dtype,
+        attention_backend="torch_native",
+        overlap=not args.disable_overlap_schedule,
+        cuda_graph=False,
+        random_seed=seed,
+        num_threads=threads,
+    )
+
+
+def _dtype(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, log: _Log) -> str:
+    dtype = _DTYPE_ALIASES.get(args.dtype, args.dtype)
+    if dtype == "auto":
+        dtype = "bfloat16" if hardware.cpu_has_bf16 else "float32"
+        why = "this CPU multiplies bfloat16" if hardware.cpu_has_bf16 else "this CPU has no bfloat16 units"
+        log(f"dtype = {dtype} ({why}; the checkpoint says {model.dtype})")
+    if dtype == "float16":
+        raise ConfigError("--dtype float16 is not possible on cpu: bfloat16 or float32")
+    return str(dtype)
+
+
+def _scheduler(
+    args: argparse.Namespace, engine: EngineConfig, model: ModelConfig, log: _Log
+) -> SchedulerConfig:
+    context = args.context_length
+    if context is None:
+        context = model.max_position_embeddings
+        if model.sliding_window is not None:
+            context = min(context, model.sliding_window)
+        log(f"context_length = {context} (what the model is made for)")
+    if context < 2:
+        raise ConfigError(f"--context-length must be at least 2, got {context}")
+    if context > model.max_position_embeddings:
+        raise ConfigError(
+            f"--context-length {context} is beyond the model's {model.max_position_embeddings} positions"
+        )
+    if model.sliding_window is not None and context > model.sliding_window:
+        raise ConfigError(
+            f"--context-length {context} is beyond the active sliding window of {model.sliding_window} tokens; "
+            "windowed attention is not built yet"
+        )
+    running = args.max_running_requests
+    if running is None:
+        running = _MAX_RUNNING_CUDA if engine.device != "cpu" else _MAX_RUNNING_CPU
+        log(f"max_running_requests = {running} (default on {engine.device})")
+    if running < 1:
+        raise ConfigError(f"--max-running-requests must be at least 1, got {running}")
+    if running * context * 4 > _MAX_TABLE_BYTES:
+        raise ConfigError(
+            f"--max-running-requests {running} x --context-length {context} needs a request table of "
+            f"{running * context * 4 / 2**30:.0f} GiB: lower one of them"
+        )
+    chunk = args.chunked_prefill_size
+    if chunk is None:
+        chunk = 512 if engine.device == "cpu" else 8192
+        log(f"chunked_prefill_size = {chunk} (bounds the length of a step)")
+    if chunk != -1 and chunk < 1:
+        raise ConfigError(f"--chunked-prefill-size must be -1 (off) or at least 1, got {chunk}")
+    if args.max_prefill_tokens < 1:
+        raise ConfigError(f"--max-prefill-tokens must be at least 1, got {args.max_prefill_tokens}")
+    if args.max_queued_requests is not None and args.max_queued_requests < 1:
+        raise ConfigError(f"--max-queued-requests must be at least 1, got {args.max_queued_requests}")
+    return SchedulerConfig(
+        max_running_requests=running,
+        context_length=context,
+        max_prefill_tokens=args.max_prefill_tokens,
+        chunked_prefill_size=chunk,
+        schedule_policy=args.schedule_policy,
+        max_queued_requests=args.max_queued_requests,
+    )
+
+
+def _cache(
+    args: argparse.Namespace, engine: EngineConfig, scheduler: SchedulerConfig, log: _Log
+) -> CacheConfig:
+    page_size = args.page_size
+    if page_size is None:
+        page_size = 16
+        log("page_size = 16 (fewer pages to account for; --page-size 1 wastes no slot)")
+    if page_size not in (1, 2, 4, 8, 16, 32, 64):
+        raise ConfigError(f"--page-size must be a power of two up to 64, got {page_size}")
+    if args.max_total_tokens is not None and args.max_total_tokens < page_size:
+        raise ConfigError(
+            f"--max-total-tokens {args.max_total_tokens} holds not even one page of {page_size}"
+        )
+    fraction = args.mem_fraction_static
+    if fraction is None:
+        fraction = 0.5 if engine.device == "cpu" else 0.88
+        if args.max_total_tokens is None:
+            log(f"mem_fraction_static = {fraction} (default on {engine.device})")
+    if not 0 < fraction < 1:
+        raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {fraction}")
+    return CacheConfig(
+        page_size=page_size,
+        max_total_tokens=args.max_total_tokens,
+        mem_fraction_static=fraction,
+        dtype=engine.dtype,
+    )
+
+
+def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerConfig:
+    if not hasattr(args, "host"):
+        return ServerConfig(host="", port=0, served_model_name=source.name)
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port must be in [0, 65535], got {args.port}")
+    if args.api_key == "":
+        raise ConfigError("--api-key must not be empty")
+    name = args.served_model_name
+    if name is None:
+        name = source.name
+        log(f"served_model_name = {name} (as typed)")
+    return ServerConfig(
+        host=args.host,
+        port=args.port,
+        served_model_name=name,
+        api_key=args.api_key,
+        log_level=args.log_level,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        incremental_streaming_output=args.incremental_streaming_output,
+        chat_template=args.chat_template,
+    )
