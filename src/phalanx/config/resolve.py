@@ -151,7 +151,7 @@ def _scheduler(
         )
     if model.sliding_window is not None and context > model.sliding_window:
         raise ConfigError(
-            f"--context-length {context} is beyond the active sliding window of {model.sliding_window} tokens; "
+            f"--context-length {context} is beyond the sliding window of {model.sliding_window} tokens; "
             "windowed attention is not built yet"
         )
     running = args.max_running_requests
