@@ -109,6 +109,8 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
         raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}")
     threads = args.num_threads or hardware.num_cpus
     seed = args.random_seed
+    if seed is not None and seed < 0:
+        raise ConfigError(f"--random-seed must not be negative, got {seed}")
     if seed is None:
         seed = secrets.randbits(31)
         log(f"random_seed = {seed} (drawn)")

@@ -1,0 +1,74 @@
+"""The `phalanx` command: serve, generate, pull, bench."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+# bench name -> (module, one line of help); each module has add_arguments(parser) and run(args) -> int.
+_BENCHES = {
+    "serving": ("phalanx.bench_serving", "load a server over HTTP and print SGLang's table"),
+    "host": ("phalanx.microbench.host", "the scheduler's cost per step against a null engine"),
+    "offline": ("phalanx.microbench.offline", "throughput of LLM.generate, without HTTP"),
+    "kv-indices": ("phalanx.microbench.kv_indices", "the KV-index kernels beside a memcpy"),
+}
+_COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "generate": "generate text in this process, without a server",
+    "pull": "bring a model into the cache folder",
+    "bench": "benchmarks: " + ", ".join(_BENCHES),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
+    return "usage: phalanx COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n"
+
+
+def _bench(argv: list[str]) -> int:
+    if not argv or argv[0] not in _BENCHES:
+        lines = "\n".join(f"  {name:<12} {text}" for name, (_, text) in _BENCHES.items())
+        print(f"usage: phalanx bench NAME ...\n\nbenchmarks:\n{lines}", file=sys.stderr)
+        return 0 if argv in (["-h"], ["--help"]) else 2
+    module = importlib.import_module(_BENCHES[argv[0]][0])
+    return _run(module, f"phalanx bench {argv[0]}", argv[1:])
+
+
+def _run(module: object, prog: str, argv: list[str]) -> int:
+    """Run a module's add_arguments/run pair; a PhalanxError becomes one line and exit code 2."""
+    from phalanx.core.errors import PhalanxError
+
+    parser = argparse.ArgumentParser(prog=prog, description=module.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_arguments(parser)  # type: ignore[attr-defined]
+    args = parser.parse_args(argv)
+    try:
+        return int(module.run(args))  # type: ignore[attr-defined]
+    except PhalanxError as error:
+        print(f"phalanx: error: {error}", file=sys.stderr)
+        return 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `phalanx` command. Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if command == "serve":
+        from phalanx.runtime.launch import main as serve
+
+        return serve(rest)
+    if command == "generate":
+        return _run(importlib.import_module("phalanx.runtime.generate"), "phalanx generate", rest)
+    if command == "pull":
+        return _run(importlib.import_module("phalanx.models.pull"), "phalanx pull", rest)
+    if command == "bench":
+        return _bench(rest)
+    if command in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(version("phalanx"))
+        return 0
+    asked = command in ("-h", "--help")
+    print(_usage(), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2

@@ -1,0 +1,74 @@
+"""Generate text in this process, without a server.
+
+Prompts come from the command line, or one a line from a file ("-" is standard input).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+from phalanx.config.cli import add_model_arguments
+from phalanx.core.errors import ConfigError
+from phalanx.core.sampling_params import SamplingParams
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `phalanx generate`."""
+    add_model_arguments(parser)
+    parser.add_argument("prompts", nargs="*", help="prompts")
+    parser.add_argument("--file", metavar="FILE", help="prompts, one a line; - is standard input")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user message")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=-1)
+    parser.add_argument("--stop", action="append", default=[], help="a stop string; may be given again")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print, in the order of the prompts."""
+    prompts = list(args.prompts)
+    if args.file:
+        text = sys.stdin.read() if args.file == "-" else _read(args.file)
+        prompts += [line for line in text.splitlines() if line]
+    if not prompts:
+        raise ConfigError("no prompt: name some, or give --file")
+    from phalanx.runtime.llm import LLM, model_options
+
+    logging.basicConfig(level=logging.WARNING)
+    llm = LLM(args.model, progress=sys.stderr.isatty(), **model_options(args))
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop=tuple(args.stop),
+        sampling_seed=args.seed,
+    )
+    progress = sys.stderr.isatty()
+    if args.chat:
+        messages = [[{"role": "user", "content": p}] for p in prompts]
+        results = llm.chat(messages, params, progress=progress)
+    else:
+        results = llm.generate(prompts, params, progress=progress)
+    for prompt, result in zip(prompts, results, strict=True):
+        completion = result.outputs[0]
+        if args.json:
+            reason = completion.finish_reason.kind
+            print(json.dumps({"prompt": prompt, "text": completion.text, "finish_reason": reason}))
+        else:
+            print(completion.text)
+    return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error

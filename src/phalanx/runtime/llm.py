@@ -1,0 +1,190 @@
+"""`LLM`: the engine in this process, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.config.cli import add_model_arguments
+from phalanx.core.errors import RequestError
+from phalanx.core.request import LogprobParams
+from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.settle import Settler
+from phalanx.runtime.build import build_worker
+from phalanx.runtime.models import settle_settings
+from phalanx.runtime.outputs import Collector, RequestOutput
+from phalanx.text.detokenizer import Detokenizer
+from phalanx.text.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+def _arguments(model: str, options: dict[str, Any]) -> argparse.Namespace:
+    """The command line's defaults with `options` laid over them; unknown names raise TypeError."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_model_arguments(parser)
+    args = parser.parse_args(["--model", model])
+    for name, value in options.items():
+        if not hasattr(args, name):
+            raise TypeError(f"LLM() got an unexpected option {name!r}")
+        setattr(args, name, value)
+    return args
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `LLM` that a command line with the model flags asks for."""
+    names = vars(_arguments("unused", {}))
+    return {name: getattr(args, name) for name in names if name != "model"}
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: as `--model`: "smollm2", a folder, a .gguf file, a hub id, or a built-in shape with
+            load_format="dummy".
+        skip_tokenizer_init: load no tokenizer: ids in, ids out, no text.
+        progress: show bars while loading.
+        options: the server's model flags with underscores, e.g. context_length=4096, page_size=16,
+            max_running_requests=256, max_total_tokens=65536, dtype="float32", random_seed=0,
+            disable_overlap_schedule=True.
+
+    Raises:
+        ConfigError, ModelError: it cannot be run as asked. TypeError: an option that does not exist.
+    """
+
+    def __init__(
+        self, model: str, *, skip_tokenizer_init: bool = False, progress: bool = True, **options: Any
+    ) -> None:
+        self.settings = settle_settings(_arguments(model, options))
+        for line in self.settings.choices:
+            logger.info("%s", line)
+        self.tokenizer: Tokenizer | None = None
+        self._detokenizer: Detokenizer | None = None
+        if not skip_tokenizer_init:
+            source, vocab_size = self.settings.source, self.settings.model.vocab_size
+            self.tokenizer = load_tokenizer(source.tokenizer_path, vocab_size=vocab_size)
+            self._detokenizer = Detokenizer(self.tokenizer)
+        self._worker, self.info = build_worker(self.settings, progress=progress)
+        eos = self.settings.model.eos_token_ids
+        if self.tokenizer is not None:
+            eos = tuple(dict.fromkeys((*eos, *self.tokenizer.eos_token_ids)))
+        self._settler = Settler(
+            vocab_size=self.settings.model.vocab_size,
+            context_length=self.settings.scheduler.context_length,
+            eos_token_ids=eos,
+            seed_source=self.settings.engine.random_seed,
+            max_request_tokens=self.info["max_request_tokens"],
+        )
+        self._next_stream = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        logprobs: LogprobParams | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; results come in the order of the prompts.
+
+        Args:
+            prompts: text, token ids, or a list of either.
+            params: one for all prompts, or one per prompt; default SamplingParams().
+            logprobs: what log-probabilities every request wants; None for none.
+            progress: show a bar.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong; nothing has been run then.
+        """
+        texts, ids = self._tokenize(_as_list(prompts))
+        samplings = _per_prompt(params, len(ids))
+        requests, owners = [], []
+        for i, (prompt_ids, sampling) in enumerate(zip(ids, samplings, strict=True)):
+            streams = range(len(owners), len(owners) + sampling.n)
+            requests += self._settler.settle(streams, prompt_ids, sampling, logprobs)
+            owners += [i] * sampling.n
+        collector = Collector([r.sampling for r in requests], self._detokenizer)
+        gc_was_on = gc.isenabled()
+        gc.disable()  # a full collection takes 0.1 s with thousands of live requests and would stall a step
+        try:
+            for request in requests:
+                self._worker.add(request)
+            self._run(collector, len(requests), progress)
+        finally:
+            self._worker.abort(collector.unfinished())
+            while self._worker.busy:
+                self._worker.step()
+            if gc_was_on:
+                gc.enable()
+        results = [
+            RequestOutput(prompt=text, prompt_token_ids=list(map(int, prompt)), outputs=[])
+            for text, prompt in zip(texts, ids, strict=True)
+        ]
+        for stream, (owner, completion) in enumerate(zip(owners, collector.completions(), strict=True)):
+            completion.index = len(results[owner].outputs)
+            results[owner].outputs.append(completion)
+            if completion.index == 0:
+                results[owner].prompt_logprobs = collector.prompt_logprobs(stream)
+        return results
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or many, through the model's chat template."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, but skip_tokenizer_init was asked for")
+        many = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.tokenizer.apply_chat_template(list(m)) for m in many], params, **options)
+
+    def _run(self, collector: Collector, total: int, progress: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, disable=not progress, transient=True) as bar:
+            task = bar.add_task("", total=total)
+            shown = 0
+            while collector.num_finished < total:
+                for outputs in self._worker.step():
+                    stopped = collector.push(outputs)
+                    if stopped:
+                        self._worker.abort(stopped)
+                if collector.num_finished != shown:
+                    shown = collector.num_finished
+                    bar.update(task, completed=shown)
+
+    def _tokenize(self, prompts: list[Prompt]) -> tuple[list[str | None], list[Any]]:
+        texts = [p if isinstance(p, str) else None for p in prompts]
+        wanted = [t for t in texts if t is not None]
+        if wanted and self.tokenizer is None:
+            raise RequestError("text prompts need a tokenizer, but skip_tokenizer_init was asked for")
+        encoded = iter(self.tokenizer.encode_batch(wanted) if wanted and self.tokenizer else [])
+        return texts, [next(encoded) if isinstance(p, str) else p for p in prompts]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)  # type: ignore[arg-type]
+    if not prompts:
+        raise RequestError("no prompt was given", param="prompts")
+    if all(isinstance(p, str) or hasattr(p, "__len__") for p in prompts):
+        return prompts  # type: ignore[return-value]
+    return [prompts]  # type: ignore[list-item]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling params were given for {count} prompts", param="params")
+    return list(params)

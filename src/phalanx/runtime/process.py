@@ -1,0 +1,43 @@
+"""Small things that every process of a server does."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Make sure this process does not outlive `parent_pid`, however that one ends.
+
+    On Linux the kernel sends SIGKILL; elsewhere a thread watches the parent's id.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it died before prctl took effect
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def setup_logging(level: str, name: str) -> None:
+    """Log to stderr, one line a record, with the process's name."""
+    logging.basicConfig(
+        level=level.upper(),
+        format=f"%(asctime)s {name:<8} %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
