@@ -86,10 +86,11 @@ class PrefillChunks:
 class PageGrants:
     """Pages granted ahead to decoding rows. Grant g: page number page_index[g] of row rows[g] is page_ids[g].
 
-    Position t of a row lies in page number t // page_size, at offset t % page_size. Every page that decode writes
-    into is granted, in the step of its first decode token at the latest: the partly filled last page of a prompt
-    too (with the prompt's last chunk). Never more than one block, max(1, grant_tokens // page_size) pages, lies
-    ahead of a row's position; a row's grants come in the order of page_index, without a gap.
+    Position t of a row lies in page number t // page_size, at offset t % page_size. Every page that decode
+    writes into is granted, in the step of its first decode token at the latest: the partly filled last page
+    of a prompt too (with the prompt's last chunk). Never more than one block, max(1, grant_tokens //
+    page_size) pages, lies ahead of a row's position; a row's grants come in the order of page_index, without
+    a gap.
     """
 
     rows: Int32
@@ -101,19 +102,20 @@ class PageGrants:
 class LogprobPlan:
     """Rows of this step that want log-probabilities of the raw logits.
 
-    Output: sample_index: [q] positions in `StepPlan.sample_rows`, ascending; top_k: [q]; the asked-for token ids are
-    CSR over q (ids_indptr: [q+1], ids). The result's `logprobs` has these q positions in this order, with
-    `index` = sample_index.
+    Output: sample_index: [q] positions in `StepPlan.sample_rows`, ascending; top_k: [q]; the asked-for token
+    ids are CSR over q (ids_indptr: [q+1], ids). The result's `logprobs` has these q positions in this order,
+    with `index` = sample_index.
 
     Prompt: position p's log-probability is that of prompt token p given those before it, so it comes from the
     logits of position p - 1, and position 0 has none. A chunk of positions a .. b-1 delivers positions
     max(a + 1, first wanted) .. min(b, prompt_len - 1). Listed are the r chunks that deliver at least one:
-    prompt_chunk: [r] indices into PrefillChunks, ascending; prompt_start: [r] first position delivered, absolute;
-    prompt_indptr: [r+1] CSR of prompt_targets, the prompt tokens at the delivered positions (the last one
-    may be the first token of the next chunk, so the engine cannot know it). Target j of chunk i needs the logits of
-    the chunk's token number prompt_start[i] + j - 1 - PrefillChunks.starts[prompt_chunk[i]]. prompt_top_k: [r];
-    the asked-for ids of each position of chunk i are CSR over r. The result's `prompt_logprobs` has
-    one position per target, in this order, `token_ids` = prompt_targets, `index` = the chunk.
+    prompt_chunk: [r] indices into PrefillChunks, ascending; prompt_start: [r] first position delivered;
+    prompt_indptr: [r+1] CSR of prompt_targets, the prompt tokens at the delivered positions (the last one may
+    be the first token of the next chunk, so the engine cannot know it). Target j of chunk i needs the logits
+    of the chunk's token number prompt_start[i] + j - 1 - PrefillChunks.starts[prompt_chunk[i]].
+    prompt_top_k: [r]; the ids asked for at each position of chunk i are CSR over r. The result's
+    `prompt_logprobs` has one position per target, in this order, `token_ids` = prompt_targets, `index` = the
+    chunk.
     """
 
     sample_index: Int32
@@ -205,8 +207,8 @@ class StepOutputs:
 
     stream_ids: [n] int64; tokens: [n] int32 (-1: no token, only an end); finish: [n] uint8 (Finish).
     logprobs, prompt_logprobs: as in StepResult, but `index` points into stream_ids. Prompt log-probabilities
-    of a chunked prompt come in several steps, chunk by chunk, positions ascending and without a gap; those of a
-    chunk that is not the last, with a token of -1 and finish NONE. A stream id stands here once at most.
+    of a chunked prompt come in several steps, chunk by chunk, positions ascending and without a gap; those of
+    a chunk that is not the last, with a token of -1 and finish NONE. A stream id stands here once at most.
     errors: messages for stream ids that ended in ERROR or ABORT with something to say: (stream_id, status,
     message).
     """
