@@ -1,1 +1,9 @@
-"""One file per op, tensors in and tensors out; references in reference.py."""
+"""One file per op, tensors in and tensors out; references in reference.py.
+
+Importing this package needs torch alone; Triton is imported when a Triton backend first runs.
+"""
+
+from phalanx.kernels.step_prep import StepPrepBuffers, step_prep
+from phalanx.kernels.store_kv import gather_kv, store_kv
+
+__all__ = ["StepPrepBuffers", "gather_kv", "step_prep", "store_kv"]

@@ -1,0 +1,56 @@
+"""Argument checks shared by the kernels. Each raises TypeError or ValueError that names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+BACKENDS = ("auto", "torch", "triton")
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None],
+    device: torch.device | None = None,
+    contiguous: bool = False,
+) -> None:
+    """Raise unless `tensor` is one, of an allowed dtype, shape (None: any size), device and layout.
+
+    A wrong type or dtype is a TypeError; a wrong shape, device or layout is a ValueError.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}")
+    fits = tensor.ndim == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the other tensors are on {device}")
+    if contiguous and not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise unless `page_size` is an integer of at least 1."""
+    if isinstance(page_size, bool) or not isinstance(page_size, int):
+        raise TypeError(f"page_size must be an int, got {type(page_size).__name__}")
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+
+
+def pick_backend(backend: str, device: torch.device, known: Sequence[str] = BACKENDS) -> str:
+    """The backend to run: "auto" is Triton on CUDA and torch elsewhere. Raises ValueError if unknown."""
+    if backend not in known:
+        raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
+    if backend != "auto":
+        return backend
+    return "triton" if device.type == "cuda" else "torch"

@@ -1,0 +1,96 @@
+"""The kernels as plain loops over Python integers: slow, and meant to be seen to be right.
+
+Tests and benchmarks compare every backend with these. `create_kv_indices_naive` is also the "naive" backend:
+the per-request loop that serving engines ran before a kernel replaced it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.kernels.step_prep import StepPrepBuffers
+
+
+def create_kv_indices_naive(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    page_kernel_lens: torch.Tensor,
+    kv_indptr: torch.Tensor | None = None,
+    kv_start_idx: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One slice per request and one `torch.cat`; arguments and results as in `create_kv_indices`.
+
+    Reads rows, lengths and starts on the host, so on CUDA it synchronises.
+    """
+    rows, lens = req_pool_indices.tolist(), page_kernel_lens.tolist()
+    starts = [0] * len(rows) if kv_start_idx is None else kv_start_idx.tolist()
+    pieces = [
+        req_to_token[row, start : start + length : page_size]
+        for row, length, start in zip(rows, lens, starts, strict=True)
+    ]
+    if page_size > 1:
+        pieces = [piece // page_size for piece in pieces]
+    if kv_indptr is not None and kv_indices is not None:  # The given offsets need not be dense.
+        for offset, piece in zip(kv_indptr.tolist(), pieces, strict=False):
+            kv_indices[offset : offset + len(piece)] = piece
+        return kv_indptr, kv_indices
+    if kv_indptr is None:
+        counts = torch.tensor([0] + [len(piece) for piece in pieces], dtype=torch.int32)
+        kv_indptr = counts.cumsum(0, dtype=torch.int32).to(req_to_token.device)
+    joined = torch.cat(pieces) if pieces else req_to_token.new_empty(0)
+    if kv_indices is None:
+        return kv_indptr, joined
+    kv_indices[: len(joined)] = joined
+    return kv_indptr, kv_indices
+
+
+def step_prep(
+    rows: torch.Tensor,
+    num_live: torch.Tensor,
+    seq_lens: torch.Tensor,
+    req_to_token: torch.Tensor,
+    granted_pages: torch.Tensor,
+    out: StepPrepBuffers,
+    *,
+    page_size: int,
+) -> None:
+    """`phalanx.kernels.step_prep` lane by lane, for CPU tensors."""
+    max_context, ring = req_to_token.shape[1], granted_pages.shape[1]
+    total = 0
+    out.kv_indptr[0] = 0
+    for lane, lane_row in enumerate(rows.tolist()):
+        row, position, slot = 0, 0, 0
+        if lane < int(num_live) and lane_row > 0:
+            row, position = lane_row, int(seq_lens[lane_row])
+            if position < max_context:
+                page_id = int(granted_pages[row, position // page_size % ring])
+                slot = page_id * page_size + position % page_size
+                req_to_token[row, position] = slot
+                seq_lens[row] += 1
+            else:
+                position = max_context - 1
+                req_to_token[0, 0] = 0
+        else:
+            req_to_token[0, 0] = 0
+        out.rows[lane], out.positions[lane], out.slot_mapping[lane] = row, position, slot
+        out.seq_lens[lane] = position + 1
+        out.last_page_len[lane] = position % page_size + 1
+        pages = [int(entry) // page_size for entry in req_to_token[row, : position + 1 : page_size]]
+        if out.kv_indices is not None:
+            for index, page_id in enumerate(pages, start=total):
+                if index < len(out.kv_indices):
+                    out.kv_indices[index] = page_id
+        total += len(pages)
+        out.kv_indptr[lane + 1] = total
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """`phalanx.kernels.store_kv` token by token."""
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if 0 <= slot < k_pool.shape[0]:
+            k_pool[slot], v_pool[slot] = k[token], v[token]
