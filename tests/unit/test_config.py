@@ -1,0 +1,127 @@
+"""The command line and what `resolve` makes of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from phalanx.config.cli import build_parser
+from phalanx.config.groups import ModelConfig, ModelSource, RopeConfig, Settings
+from phalanx.config.hardware import Hardware, detect
+from phalanx.config.resolve import resolve
+from phalanx.core.errors import ConfigError
+
+HARDWARE = Hardware(num_cpus=2, cpu_has_bf16=True)
+SOURCE = ModelSource(name="m", load_format="gguf", path="m.gguf", tokenizer_path="m.gguf")
+MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(),
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+SEED_FLAGS = (
+    "--trust-remote-code --disable-cuda-graph --model smollm2 --context-length 4096 "
+    "--max-running-requests 4096 --tensor-parallel-size 1 --chunked-prefill-size -1 --disable-radix-cache"
+)
+
+
+def settle(flags: str, model: ModelConfig = MODEL, hardware: Hardware = HARDWARE) -> Settings:
+    return resolve(build_parser().parse_args(flags.split()), hardware, SOURCE, model)
+
+
+def test_the_seeds_command_line() -> None:
+    settings = settle(SEED_FLAGS)
+    assert settings.scheduler.context_length == 4096
+    assert settings.scheduler.max_running_requests == 4096
+    assert settings.scheduler.chunked_prefill_size == -1
+    assert settings.server.port == 30000
+    assert settings.server.host == "127.0.0.1"
+    log = "\n".join(settings.choices)
+    for flag in ("--disable-cuda-graph", "--disable-radix-cache", "--trust-remote-code"):
+        assert flag in log  # accepted, and said so
+
+
+def test_auto_choices_are_explained() -> None:
+    settings = settle("--model m")
+    log = "\n".join(settings.choices)
+    for name in ("device", "dtype", "context_length", "page_size", "max_running_requests", "random_seed"):
+        assert f"{name} = " in log
+    assert settings.engine.dtype == "bfloat16"
+    assert settings.scheduler.context_length == 8192
+
+
+def test_dtype_follows_the_cpu() -> None:
+    slow = Hardware(num_cpus=2, cpu_has_bf16=False)
+    assert settle("--model m", hardware=slow).engine.dtype == "float32"
+    assert settle("--model m --dtype bfloat16", hardware=slow).engine.dtype == "bfloat16"
+    assert settle("--model m --dtype float").engine.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--tensor-parallel-size 2", "--tensor-parallel-size 2"),
+        ("--tp 4", "--tensor-parallel-size 4"),
+        ("--dp-size 2", "--data-parallel-size 2"),
+        ("--quantization fp8", "--quantization fp8"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
+        ("--schedule-policy lpm", "--schedule-policy lpm"),
+        ("--device cuda", "--device cuda"),
+        ("--dtype float16", "--dtype float16"),
+        ("--attention-backend flashinfer", "--attention-backend flashinfer"),
+        ("--context-length 10000", "8192"),
+        ("--context-length 1", "--context-length"),
+        ("--chunked-prefill-size 0", "--chunked-prefill-size"),
+        ("--page-size 3", "--page-size"),
+        ("--max-running-requests 0", "--max-running-requests"),
+        ("--max-total-tokens 0", "--max-total-tokens"),
+        ("--mem-fraction-static 1.5", "--mem-fraction-static"),
+        ("--port 70000", "--port"),
+        ("--random-seed -1", "--random-seed"),
+        ("--num-threads 0", "--num-threads"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_line(flags: str, word: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        settle(f"--model m {flags}")
+    assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_table_too_large_is_refused() -> None:
+    model = msgspec.structs.replace(MODEL, max_position_embeddings=131072)
+    with pytest.raises(ConfigError, match="GiB"):
+        settle("--model m --max-running-requests 65536 --context-length 131072", model)
+
+
+def test_sliding_window_limits_the_context() -> None:
+    model = msgspec.structs.replace(MODEL, sliding_window=4096)
+    assert settle("--model m", model).scheduler.context_length == 4096
+    with pytest.raises(ConfigError, match="sliding window of 4096"):
+        settle("--model m --context-length 4097", model)
+
+
+def test_unknown_flags_and_abbreviations_are_refused() -> None:
+    for flags in ("--model m --no-such-flag", "--model m --max-running 3"):
+        with pytest.raises(SystemExit) as error:
+            build_parser().parse_args(flags.split())
+        assert error.value.code == 2
+
+
+def test_settings_survive_json() -> None:
+    settings = settle(SEED_FLAGS)
+    assert msgspec.json.decode(msgspec.json.encode(settings), type=Settings) == settings
+
+
+def test_detect_sees_this_machine() -> None:
+    hardware = detect()
+    assert hardware.num_cpus >= 1
+    assert (hardware.gpu_name is None) == (hardware.gpu_bytes == 0)

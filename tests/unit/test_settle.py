@@ -1,0 +1,149 @@
+"""Settling requests: defaults, limits and their errors (B23, B24, B25, B34)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.core.errors import RequestError
+from phalanx.core.request import LogprobParams
+from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.settle import Settler, mix_seed
+
+
+def settler(**changes: Any) -> Settler:
+    return Settler(
+        **{"vocab_size": 100, "context_length": 64, "eos_token_ids": (2,), "seed_source": 7, **changes}
+    )
+
+
+def one(ids: Any, settler: Settler | None = None, **params: Any) -> Any:
+    make = settler or globals()["settler"]()
+    return make.settle([5], ids, SamplingParams(**params))[0]
+
+
+def test_defaults() -> None:
+    request = one([1, 2, 3])
+    assert request.stream_id == 5
+    assert request.input_ids.dtype == np.int32
+    assert request.max_new_tokens == min(128, 64 - 3)
+    assert request.stop_ids == (2,)
+    assert request.sampling.sampling_seed is not None
+
+
+def test_max_new_tokens_is_capped_by_the_context_and_none_takes_the_room() -> None:
+    assert one([1] * 60, max_new_tokens=999999).max_new_tokens == 4
+    assert one([1] * 10, max_new_tokens=None).max_new_tokens == 54
+    assert one([1] * 63).max_new_tokens == 1
+    assert one([1], max_new_tokens=0).max_new_tokens == 0
+
+
+@pytest.mark.parametrize("length", [64, 65, 640])
+def test_prompt_beyond_the_context_names_both_numbers(length: int) -> None:
+    with pytest.raises(RequestError) as error:
+        one([1] * length)
+    assert str(length) in error.value.message
+    assert "64" in error.value.message
+
+
+def test_prompt_beyond_the_pool() -> None:
+    small = settler(max_request_tokens=32)
+    for ids, params in (([1] * 40, {}), ([1] * 20, {"max_new_tokens": 20})):
+        with pytest.raises(RequestError, match="KV cache of 32"):
+            one(ids, small, **params)
+    assert one([1] * 20, small, max_new_tokens=None).max_new_tokens == 12
+    with pytest.raises(RequestError, match="KV cache of 32"):
+        one([1] * 40, small, max_new_tokens=None)
+
+
+@pytest.mark.parametrize(
+    "ids", [[], [100], [-1], [10**9], ["a"], [1.5], None, [[1]], [[1], [2, 3]], [True, "x"], "abc"]
+)
+def test_bad_prompts(ids: Any) -> None:
+    with pytest.raises(RequestError) as error:
+        one(ids)
+    assert error.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_new_tokens": -1},
+        {"max_new_tokens": "5"},
+        {"max_new_tokens": 1.5},
+        {"max_new_tokens": True},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_p": 0},
+        {"top_p": 2},
+        {"top_k": 0},
+        {"top_k": -2},
+        {"min_p": 1.5},
+        {"frequency_penalty": 3},
+        {"presence_penalty": -3},
+        {"repetition_penalty": 0},
+        {"min_new_tokens": 5, "max_new_tokens": 4},
+        {"n": 0},
+        {"stop": ("",)},
+        {"stop_token_ids": (100,)},
+        {"stop_token_ids": (-1,)},
+        {"stop_token_ids": tuple(range(9))},
+        {"logit_bias": {100: 1.0}},
+        {"logit_bias": {1: 1000.0}},
+        {"sampling_seed": 2**63},
+    ],
+)
+def test_bad_parameters_name_the_field(params: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as error:
+        one([1], **params)
+    assert error.value.param in params
+    assert error.value.param in error.value.message
+
+
+def test_ignore_eos_keeps_the_users_stop_tokens() -> None:
+    assert one([1], ignore_eos=True, stop_token_ids=(9,)).stop_ids == (9,)
+    assert one([1], stop_token_ids=(9, 2)).stop_ids == (2, 9)
+
+
+def test_n_outputs_have_distinct_reproducible_seeds() -> None:
+    params = SamplingParams(n=3, sampling_seed=11)
+    first = [r.sampling.sampling_seed for r in settler().settle([1, 2, 3], [1], params)]
+    second = [r.sampling.sampling_seed for r in settler().settle([4, 5, 6], [1], params)]
+    assert first == second
+    assert len(set(first)) == 3
+    assert first[0] == 11
+
+
+def test_drawn_seeds_follow_the_seed_source() -> None:
+    def draws(**changes: Any) -> list[int]:
+        s = settler(**changes)
+        return [one([1], s).sampling.sampling_seed for _ in range(4)]
+
+    assert draws() == draws()
+    assert draws() != draws(seed_source=8)
+    assert draws() != draws(worker=1)
+    assert len(set(draws())) == 4
+
+
+def test_mix_seed_fits_int64() -> None:
+    for seed in (0, -(2**63), 2**63 - 1):
+        for index in range(4):
+            assert -(2**63) <= mix_seed(seed, index) < 2**63
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        LogprobParams(top_k=-1),
+        LogprobParams(top_k=101),
+        LogprobParams(prompt_start=3),
+        LogprobParams(prompt_start=-2),
+        LogprobParams(token_ids=(100,)),
+    ],
+)
+def test_bad_logprob_requests(logprobs: LogprobParams) -> None:
+    with pytest.raises(RequestError):
+        settler().settle([1], [1, 2, 3], SamplingParams(), logprobs)
