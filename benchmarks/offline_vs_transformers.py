@@ -5,7 +5,7 @@
 Both get the same weights, dtype, threads and requests: random prompts of 1..32 tokens, outputs uniform in
 1..128, greedy, end tokens ignored. transformers runs batches of 64 in arrival order, left-padded, each to its
 longest output; tokens that were asked for are counted, not those that padding made. Runs alternate (A B A B),
-so that a machine whose speed drifts still gives a fair ratio. Prints a table, then one JSON line with `ratio`.
+so that a drifting machine still gives a fair ratio. Prints a table, then one JSON line with `ratio`.
 """
 
 from __future__ import annotations
