@@ -1,0 +1,96 @@
+"""Starts real servers for tests: the same command a user types, in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+READY_S = 90
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A running `phalanx serve`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, word: str) -> psutil.Process:
+        """The child whose command line holds `word`."""
+        return next(c for c in self.children() if word in " ".join(c.cmdline()))
+
+    def kv_cache(self) -> dict[str, int]:
+        return httpx.get(f"{self.url}/server_info", timeout=10).json()["kv_cache"]
+
+    def assert_live(self) -> None:
+        """It answers, and idle KV accounting is exact: free + cached = total, nothing held."""
+        body = {"text": "Hello", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+        reply = httpx.post(f"{self.url}/generate", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        deadline = time.monotonic() + 10
+        while True:
+            kv = self.kv_cache()
+            if kv["held_pages"] == 0 or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        assert kv["held_pages"] == 0, kv
+        assert kv["free_pages"] + kv["cached_pages"] == kv["total_pages"], kv
+
+
+def start(log: Path, *flags: str, model: str = "smollm2") -> Server:
+    """Start a server and wait until /health is 200."""
+    port = free_port()
+    command = [sys.executable, "-m", "phalanx.launch_server", "--model", model, "--port", str(port), *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    server = Server(process, port, log)
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"server ended with {process.returncode}:\n{log.read_text()}"
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/health", timeout=2).status_code == 200:
+                return server
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(f"server not ready after {READY_S} s:\n{log.read_text()}")
+
+
+def stop(server: Server, timeout: float = 45) -> int:
+    """SIGTERM and wait; returns the exit code."""
+    server.process.terminate()
+    try:
+        return server.process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+        raise AssertionError(f"server did not stop:\n{server.log.read_text()}") from None
+
+
+@contextlib.contextmanager
+def running(log: Path, *flags: str, model: str = "smollm2") -> Iterator[Server]:
+    """A server that is stopped at the end, whatever happened."""
+    server = start(log, *flags, model=model)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            stop(server)

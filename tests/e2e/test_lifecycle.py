@@ -1,0 +1,113 @@
+"""Start, stop and death of real servers (B50, B51, B52)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.serving import Server, free_port, running, start, stop
+
+FLAGS = ("--max-total-tokens", "8192", "--context-length", "1024")
+LONG = {"text": "Once", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}, "stream": True}
+
+
+def _gone(processes: list[psutil.Process], timeout: float = 10) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
+
+
+def _launch(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx.launch_server", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "smollm2", "--tensor-parallel-size", "2"), "--tensor-parallel-size 2"),
+        (("--model", "/no/such/folder"), "/no/such/folder"),
+        (("--model", "smollm2", "--max-total-tokens", "3"), "--max-total-tokens 3"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_code_2(flags: tuple[str, ...], words: str, smollm2: str) -> None:
+    done = _launch(*flags, "--port", str(free_port()))
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("phalanx: error: ")]
+    assert len(errors) == 1 and words in errors[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_refused_before_the_model_loads(smollm2: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        done = _launch("--model", smollm2, "--port", str(port))
+    assert done.returncode == 2
+    assert str(port) in done.stderr and "loading" not in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def _stream_until_end(server: Server, seen: list[bytes], first: threading.Event) -> None:
+    try:
+        with httpx.stream("POST", f"{server.url}/generate", json=LONG, timeout=60) as reply:
+            for line in reply.iter_lines():
+                if line:
+                    seen.append(line.encode())
+                    first.set()
+    except httpx.HTTPError as error:
+        seen.append(repr(error).encode())
+    first.set()
+
+
+def _start_stream(server: Server) -> tuple[threading.Thread, list[bytes]]:
+    seen: list[bytes] = []
+    first = threading.Event()
+    thread = threading.Thread(target=_stream_until_end, args=(server, seen, first), daemon=True)
+    thread.start()
+    assert first.wait(30)
+    return thread, seen
+
+
+def test_killed_engine_ends_requests_and_server(smollm2: str, tmp_path: Path) -> None:
+    server = start(tmp_path / "log", *FLAGS)
+    children = server.children()
+    thread, seen = _start_stream(server)
+    server.child("engine_process").kill()
+    thread.join(10)
+    assert not thread.is_alive(), "the client still waits"
+    assert b"[DONE]" not in seen[-1]
+    assert server.process.wait(15) == 1
+    _gone(children)
+
+
+def test_killed_launcher_leaves_nothing_behind(smollm2: str, tmp_path: Path) -> None:
+    server = start(tmp_path / "log", *FLAGS)
+    children = server.children()
+    assert len(children) >= 2
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    _gone(children)
+
+
+def test_sigterm_under_load_drains_and_exits_0(smollm2: str, tmp_path: Path) -> None:
+    with running(tmp_path / "log", *FLAGS) as server:
+        children = server.children()
+        thread, seen = _start_stream(server)
+        assert stop(server) == 0
+        thread.join(10)
+        assert seen[-1] == b"data: [DONE]", seen[-1]
+        _gone(children)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{server.url}/health", timeout=2)
