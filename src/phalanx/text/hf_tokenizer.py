@@ -1,0 +1,112 @@
+"""A tokenizer from a Hugging Face model folder, without transformers.
+
+Read are tokenizer.json (required), tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from phalanx.core.errors import ModelError
+from phalanx.text.parts import TokenizerParts, surround
+
+
+def hf_tokenizer(folder: Path) -> TokenizerParts:
+    """Read the tokenizer of a model folder.
+
+    Raises:
+        ModelError: no such folder, no tokenizer.json in it, or a file that cannot be read.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder, and not a .gguf file")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        others = [
+            name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()
+        ]
+        hint = f" (its {others[0]} alone is not supported)" if others else ""
+        raise ModelError(f"{folder}: no tokenizer.json{hint}; give --tokenizer-path or --skip-tokenizer-init")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise ModelError(f"{file}: not a readable tokenizer ({error})") from error
+    # Some files carry the truncation of a training run; a server must see the whole prompt.
+    backend.no_truncation()
+    backend.no_padding()
+    config = {
+        **_read_json(folder / "special_tokens_map.json"),
+        **_read_json(folder / "tokenizer_config.json"),
+    }
+    _add_missing_tokens(backend, config, folder)
+    special = _special_tokens(config)
+    bos, eos = (_with_id(backend, special.get(name)) for name in ("bos_token", "eos_token"))
+    if "add_bos_token" in config or "add_eos_token" in config:
+        adds_bos, adds_eos = config.get("add_bos_token"), config.get("add_eos_token")
+        surround(backend, bos if adds_bos else None, eos if adds_eos else None)
+    return TokenizerParts(
+        backend=backend,
+        bos_token_id=bos[1] if bos else None,
+        eos_token_ids=(eos[1],) if eos else (),
+        chat_template=_chat_template(folder, config),
+        special_tokens=special,
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: must hold a JSON object")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Named tokens: "bos_token" and its like, given as text or as {"content": text, ...}."""
+    named = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and not name.startswith("add_") and isinstance(content, str):
+            named[name] = content
+    return named
+
+
+def _with_id(backend: tokenizers.Tokenizer, token: str | None) -> tuple[str, int] | None:
+    i = backend.token_to_id(token) if token is not None else None
+    return None if token is None or i is None else (token, i)
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
+    """Tokens that only tokenizer_config.json knows (`added_tokens_decoder`), or that it alone calls special."""
+    listed = config.get("added_tokens_decoder") or {}
+    for i, token in sorted((int(key), value) for key, value in listed.items()):
+        if not isinstance(token, dict) or backend.token_to_id(token.get("content", "")) is not None:
+            continue
+        options = {k: token[k] for k in ("lstrip", "rstrip", "single_word", "normalized") if k in token}
+        backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **options)])
+        if backend.token_to_id(token["content"]) != i:
+            raise ModelError(f"{folder}: added token {token['content']!r} does not get its id {i}")
+    marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    named = [token for token in _special_tokens(config).values() if token not in marked]
+    known = [token for token in named if backend.token_to_id(token) is not None]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else tokenizer_config.json's template, else chat_template.json's."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,169 @@
+"""What one output sequence says: ids become text, stop strings end it, and nothing past the end is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.core.errors import RequestError
+from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.step import Finish
+from phalanx.text.detokenizer import Detokenizer, DetokState
+from phalanx.text.stop_strings import StopMatcher
+
+FinishKind = Literal["stop", "length", "abort", "error"]
+
+
+class FinishReason(msgspec.Struct, frozen=True, gc=False):
+    """Why a sequence ended.
+
+    kind: "stop", "length", "abort" or "error". matched: the stop string or the stop token id, else None.
+    """
+
+    kind: FinishKind
+    matched: str | int | None = None
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """What one push adds.
+
+    text: safe to show now; None without a tokenizer. num_tokens: how many of the pushed ids count, from the
+    first on; the rest lie beyond a stop. finish_reason: set once, in the delta that ends the sequence.
+    """
+
+    text: str | None
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+
+
+_KINDS: dict[int, FinishKind] = {Finish.LENGTH: "length", Finish.ABORT: "abort", Finish.ERROR: "error"}
+
+
+class TextStream:
+    """One output sequence.
+
+    Text that could begin a stop string is held back until that is settled. When a stop string completes, the
+    text is cut before it (after it with `no_stop_trim`), the tokens after the completing one are dropped, and
+    later pushes are ignored: the caller aborts the request. A stop *token* (the last id pushed, with
+    `Finish.STOP`) stays in the ids and counts; its text is left out unless `no_stop_trim`. Stop strings are
+    looked for from the first token on, whatever `min_new_tokens` says.
+
+    Args:
+        detokenizer: None runs without text: `text` and `output_text` are None.
+        sampling: its stop, no_stop_trim and skip_special_tokens are used.
+
+    Raises:
+        RequestError: stop strings without a tokenizer.
+    """
+
+    __slots__ = ("_ids", "_is_plain", "_keep_stop", "_matcher", "_parts", "_reason", "_state")
+
+    def __init__(self, detokenizer: Detokenizer | None, sampling: SamplingParams) -> None:
+        if detokenizer is None and sampling.stop:
+            raise RequestError(
+                "stop strings need a tokenizer, and this server runs without one", param="stop"
+            )
+        self._state: DetokState | None = None
+        if detokenizer is not None:
+            self._state = detokenizer.new_state(sampling.skip_special_tokens)
+        self._keep_stop = sampling.no_stop_trim
+        self._matcher = (
+            StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim) if sampling.stop else None
+        )
+        self._is_plain = self._state is not None and self._matcher is None  # and not finished
+        self._ids: list[int] = []
+        self._parts: list[str] = []
+        self._reason: FinishReason | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """All ids that count so far: the stream's own list, to be read only."""
+        return self._ids
+
+    @property
+    def output_text(self) -> str | None:
+        """All text shown so far; None without a tokenizer."""
+        if self._state is None:
+            return None
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the sequence ended; None while it goes on."""
+        return self._reason
+
+    def push(
+        self, ids: Sequence[int] | npt.NDArray[np.int32], finish: Finish | int = Finish.NONE
+    ) -> TextDelta:
+        """Append the next ids.
+
+        Args:
+            ids: [k] ids in [0, vocab_size), k >= 0; a list is fastest.
+            finish: NONE, or why the sequence ends with the last of these ids.
+        """
+        if type(ids) is not list:
+            ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if self._is_plain and not finish:
+            text = self._state.push(ids)  # type: ignore[union-attr]
+            self._ids += ids
+            self._parts.append(text)
+            return TextDelta(text, len(ids))
+        if self._reason is not None:
+            return TextDelta(None if self._state is None else "", 0)
+        return self._push_checked(ids, Finish(finish))
+
+    def _push_checked(self, ids: list[int], finish: Finish) -> TextDelta:
+        stop_token = ids[-1] if finish == Finish.STOP and ids else None
+        hides_last = stop_token is not None and not self._keep_stop
+        text, num_kept, matched = self._advance(ids[:-1] if hides_last else ids)
+        if matched is None and finish:
+            tail, matched = self._flush()
+            text = None if text is None else text + tail
+            num_kept = len(ids)
+        elif matched is None:
+            num_kept = len(ids)
+        if matched is not None:
+            self._end(FinishReason("stop", matched))
+        elif finish:
+            kind = _KINDS.get(finish)
+            self._end(FinishReason(kind) if kind else FinishReason("stop", stop_token))
+        self._ids += ids[:num_kept]
+        if text:
+            self._parts.append(text)
+        return TextDelta(text, num_kept, self._reason)
+
+    def _advance(self, ids: list[int]) -> tuple[str | None, int, str | None]:
+        """Text of `ids`, how many of them count, and the stop string that completed."""
+        state, matcher = self._state, self._matcher
+        if state is None:
+            return None, len(ids), None
+        if matcher is None:
+            return state.push(ids), len(ids), None
+        parts = []
+        # One by one: the token that completes a stop string must be known, to drop those after it.
+        for num_read, token in enumerate(ids, 1):
+            text, matched = matcher.feed(state.push([token]))
+            parts.append(text)
+            if matched is not None:
+                return "".join(parts), num_read, matched
+        return "".join(parts), len(ids), None
+
+    def _flush(self) -> tuple[str, str | None]:
+        """Everything held back, at the end; an unfinished character may still complete a stop string."""
+        if self._state is None:
+            return "", None
+        tail = self._state.finish()
+        if self._matcher is None:
+            return tail, None
+        text, matched = self._matcher.feed(tail)
+        return (text, matched) if matched is not None else (text + self._matcher.flush(), None)
+
+    def _end(self, reason: FinishReason) -> None:
+        self._reason = reason
+        self._is_plain = False
