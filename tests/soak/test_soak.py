@@ -1,7 +1,7 @@
 """Ten minutes of mixed load against a real server: `make soak`. Minutes come from PHALANX_SOAK_MINUTES.
 
-Streams, plain requests, chats, aborts, disconnects and bad input, all at once. Afterwards: no failure but those
-provoked, the KV accounting exact, resident memory flat.
+Streams, plain requests, chats, aborts, disconnects and bad input, all at once. Afterwards: no failure but
+those provoked, the KV accounting exact, resident memory flat.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from phalanx.config.groups import Settings
 from phalanx.core.errors import PhalanxError, RequestError
@@ -42,7 +44,7 @@ class EngineLoop:
         self._worker = worker
         self._channel = channel
         self._settings = settings
-        self._info = info
+        self._info = {**info, "pid": os.getpid()}
         self._stop = threading.Event()
         self._last_work = time.monotonic()
         self._collected = True
@@ -76,13 +78,12 @@ class EngineLoop:
                     self._channel.send_outputs(_refusal(request.stream_id, error))
         elif isinstance(message, Abort):
             self._worker.abort(message.stream_ids)
-            for outputs in self._worker.scheduler.pending_outputs():
-                self._channel.send_outputs(outputs)
+            ends = self._worker.pending_outputs()
+            if ends is not None:
+                self._channel.send_outputs(ends)
         elif isinstance(message, Control):
             ok, data = self._control(message.op)
             self._channel.send(worker_id, ControlReply(id=message.id, ok=ok, data=data))
-        elif isinstance(message, EngineReady):  # a restarted API worker asks for the greeting again
-            self._channel.send(worker_id, EngineReady(info=self._info))
         else:
             logger.error("ignored a message of type %s", type(message).__name__)
 
@@ -102,8 +103,6 @@ class EngineLoop:
 
 def _refusal(stream_id: int, error: RequestError) -> StepOutputs:
     """The end message of a request that the scheduler refused."""
-    import numpy as np
-
     return StepOutputs(
         step_id=-1,
         stream_ids=np.array([stream_id], np.int64),

@@ -118,6 +118,7 @@ class LLM:
             self._run(collector, len(requests), progress)
         finally:
             self._worker.abort(collector.unfinished())
+            self._worker.pending_outputs()
             while self._worker.busy:
                 self._worker.step()
             if gc_was_on:
@@ -157,6 +158,7 @@ class LLM:
                     stopped = collector.push(outputs)
                     if stopped:
                         self._worker.abort(stopped)
+                        self._worker.pending_outputs()  # their ends: the collector knows them already
                 if collector.num_finished != shown:
                     shown = collector.num_finished
                     bar.update(task, completed=shown)

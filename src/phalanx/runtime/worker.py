@@ -63,7 +63,7 @@ class Worker:
         self.scheduler.abort(stream_ids)
 
     def step(self) -> list[StepOutputs]:
-        """Launch the next step if there is one, read the oldest that is due, and return what came of it."""
+        """Launch the next step if there is one, read what is due, and return what came of it."""
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append((plan, self._engine.launch(plan)))
@@ -72,8 +72,11 @@ class Worker:
         allowed = self._run_ahead if plan is not None else 0
         while len(self._in_flight) > allowed:
             outputs.append(self._read_oldest())
-        outputs.extend(self.scheduler.pending_outputs())
         return outputs
+
+    def pending_outputs(self) -> StepOutputs | None:
+        """Ends of streams that were aborted since the last call, or None."""
+        return self.scheduler.pending_outputs()
 
     def _read_oldest(self) -> StepOutputs:
         plan, handle = self._in_flight.popleft()
