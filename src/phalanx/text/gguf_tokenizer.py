@@ -7,6 +7,7 @@ names stand for is in llama.cpp (src/llama-vocab.cpp) and in each model's own to
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _gpt2,
     "gpt-2": _gpt2,
     "smollm": _digits_then_gpt2,
@@ -60,7 +61,7 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
     try:
-        fields = gguf.GGUFReader(str(path)).fields  # type: ignore[no-untyped-call]
+        fields = gguf.GGUFReader(str(path)).fields
     except (ValueError, OSError, IndexError) as error:
         raise ModelError(f"{path}: not a readable GGUF file ({error})") from error
     values = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}

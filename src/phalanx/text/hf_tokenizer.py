@@ -85,7 +85,7 @@ def _with_id(backend: tokenizers.Tokenizer, token: str | None) -> tuple[str, int
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
-    """Tokens that only tokenizer_config.json knows (`added_tokens_decoder`), or that it alone calls special."""
+    """Tokens that only tokenizer_config.json knows (`added_tokens_decoder`), or calls special."""
     listed = config.get("added_tokens_decoder") or {}
     for i, token in sorted((int(key), value) for key, value in listed.items()):
         if not isinstance(token, dict) or backend.token_to_id(token.get("content", "")) is not None:

@@ -116,27 +116,38 @@ class TextStream:
             return TextDelta(text, len(ids))
         if self._reason is not None:
             return TextDelta(None if self._state is None else "", 0)
-        return self._push_checked(ids, Finish(finish))
+        return self._push_end(ids, Finish(finish)) if finish else self._push_more(ids)
 
-    def _push_checked(self, ids: list[int], finish: Finish) -> TextDelta:
+    def _push_more(self, ids: list[int]) -> TextDelta:
+        """Stop strings to look for, or no text at all."""
+        text, num_kept, matched = self._advance(ids)
+        reason = None if matched is None else FinishReason("stop", matched)
+        return self._keep(ids[:num_kept], text, reason)
+
+    def _push_end(self, ids: list[int], finish: Finish) -> TextDelta:
         stop_token = ids[-1] if finish == Finish.STOP and ids else None
         hides_last = stop_token is not None and not self._keep_stop
         text, num_kept, matched = self._advance(ids[:-1] if hides_last else ids)
-        if matched is None and finish:
+        if matched is None:
+            num_kept = len(ids)
             tail, matched = self._flush()
             text = None if text is None else text + tail
-            num_kept = len(ids)
-        elif matched is None:
-            num_kept = len(ids)
         if matched is not None:
-            self._end(FinishReason("stop", matched))
-        elif finish:
-            kind = _KINDS.get(finish)
-            self._end(FinishReason(kind) if kind else FinishReason("stop", stop_token))
-        self._ids += ids[:num_kept]
+            reason = FinishReason("stop", matched)
+        else:
+            reason = (
+                FinishReason("stop", stop_token) if finish == Finish.STOP else FinishReason(_KINDS[finish])
+            )
+        return self._keep(ids[:num_kept], text, reason)
+
+    def _keep(self, ids: list[int], text: str | None, reason: FinishReason | None) -> TextDelta:
+        self._ids += ids
         if text:
             self._parts.append(text)
-        return TextDelta(text, num_kept, self._reason)
+        if reason is not None:
+            self._reason = reason
+            self._is_plain = False
+        return TextDelta(text, len(ids), reason)
 
     def _advance(self, ids: list[int]) -> tuple[str | None, int, str | None]:
         """Text of `ids`, how many of them count, and the stop string that completed."""
@@ -145,6 +156,9 @@ class TextStream:
             return None, len(ids), None
         if matcher is None:
             return state.push(ids), len(ids), None
+        if len(ids) == 1:
+            text, matched = matcher.feed(state.push(ids))
+            return text, 1, matched
         parts = []
         # One by one: the token that completes a stop string must be known, to drop those after it.
         for num_read, token in enumerate(ids, 1):
@@ -163,7 +177,3 @@ class TextStream:
             return tail, None
         text, matched = self._matcher.feed(tail)
         return (text, matched) if matched is not None else (text + self._matcher.flush(), None)
-
-    def _end(self, reason: FinishReason) -> None:
-        self._reason = reason
-        self._is_plain = False

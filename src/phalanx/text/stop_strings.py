@@ -15,6 +15,7 @@ class StopAutomaton:
 
     Attributes:
         depth: [num_states] length of the longest suffix of the text read so far that begins a stop string.
+        find_first: finds the first character of a text that begins any stop string (`re.Pattern.search`).
         match_len: [num_states] length of the longest stop string that ends in this state, 0 for none.
     """
 
@@ -29,7 +30,7 @@ class StopAutomaton:
             self._insert(stop)
         self._link()
         # From the start state nothing but these characters matters: one C-level scan skips the rest.
-        self._find_first = re.compile("[" + "".join(re.escape(c) for c in self._next[0]) + "]").search
+        self.find_first = re.compile("[" + "".join(re.escape(c) for c in self._next[0]) + "]").search
 
     def _insert(self, stop: str) -> None:
         state = 0
@@ -65,7 +66,7 @@ class StopAutomaton:
         position, length = 0, len(text)
         while position < length:
             if not state:
-                first = self._find_first(text, position)
+                first = self.find_first(text, position)
                 if first is None:
                     return 0, -1
                 position = first.start()
@@ -90,10 +91,11 @@ class StopMatcher:
         keep_match: the text keeps the stop string itself (`no_stop_trim`).
     """
 
-    __slots__ = ("_automaton", "_held", "_keep_match", "_state")
+    __slots__ = ("_automaton", "_find_first", "_held", "_keep_match", "_state")
 
     def __init__(self, stops: tuple[str, ...], *, keep_match: bool) -> None:
         self._automaton = stop_automaton(stops)
+        self._find_first = self._automaton.find_first
         self._keep_match = keep_match
         self._state = 0
         self._held = ""
@@ -103,15 +105,13 @@ class StopMatcher:
 
         With a match, what is shown ends there, nothing is held, and the matcher must not be fed again.
         """
-        if not text:
-            return "", None
+        if not self._state and self._find_first(text) is None:
+            return text, None
         automaton = self._automaton
         state, end = automaton.scan(self._state, text)
         if end < 0:
             self._state = state
             num_held = automaton.depth[state]
-            if not num_held and not self._held:
-                return text, None
             # Never negative: the held suffix is part of what was held before plus `text`.
             text = self._held + text
             shown = len(text) - num_held

@@ -7,8 +7,8 @@ Two kinds of tokenizers do:
   tokens that is not valid UTF-8 as a whole becomes one U+FFFD per byte.
 
 Nothing is taken on trust: the decoder may consist of known parts only, and the finished table is compared
-with the library's own decoding, id by id and on sequences. A tokenizer that fails gets no table and is decoded
-by the library.
+with the library's own decoding, id by id and on sequences. A tokenizer that fails gets no table, and the
+library decodes for it.
 """
 
 from __future__ import annotations
@@ -121,6 +121,8 @@ def _byte_level_table(before: list[dict[str, Any]], tokens: list[str | None]) ->
         try:
             raw.append(bytes([alphabet[c] for c in token or ""]))
         except KeyError:  # the library takes a token with a foreign character as it is written
+            if any(part["type"] == "Fuse" for part in before):
+                return None  # and here all that is fused with it
             raw.append((token or "").encode())
     return TokenTable(raw=raw, is_byte=None, strip_leading_space=False)
 
