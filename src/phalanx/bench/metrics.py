@@ -1,0 +1,269 @@
+"""The figures of a run, computed from outcomes with arrays. `docs/bench.md` draws each definition."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from .parse import CountSource, Outcome
+
+_PERCENTILES = (50, 90, 95, 99)
+
+
+class TokenCounter(Protocol):
+    """The one thing this module asks of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Summary of one latency, in ms. `count` values; every figure is None when there are none."""
+
+    count: int
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+    @classmethod
+    def of_seconds(cls, values: np.ndarray) -> Distribution:
+        """Summarise [count] float64 seconds."""
+        if not len(values):
+            return cls(0)
+        ms = np.asarray(values, np.float64) * 1e3
+        p50, p90, p95, p99 = np.percentile(ms, _PERCENTILES).tolist()
+        least, most = float(ms.min()), float(ms.max())
+        return cls(len(ms), float(ms.mean()), float(ms.std()), least, p50, p90, p95, p99, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """How many requests met every latency target."""
+
+    slos_ms: dict[str, float]
+    requests_per_s: float
+    attainment: float
+    attainment_by_metric: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """All figures of one run. Token and request totals are over successful requests only."""
+
+    num_sent: int
+    num_completed: int
+    failures: dict[str, int]
+    unmeasured: dict[str, int]
+    duration_s: float
+    total_input: int
+    total_input_asked: int
+    total_input_server: int | None
+    total_output: int
+    total_output_retokenized: int
+    count_sources: dict[str, int]
+    num_retokenized_itl: int
+    total_cached: int | None
+    peak_output_tokens_per_s: float
+    peak_concurrent_requests: int
+    peak_in_flight: int
+    concurrency: float
+    e2e: Distribution
+    ttft: Distribution
+    tpot: Distribution
+    itl: Distribution
+    schedule_delay: Distribution
+    slot_wait: Distribution
+    goodput: Goodput | None = None
+    output_lens: list[int] = field(default_factory=list)
+    itls: list[list[float]] = field(default_factory=list)
+
+    def rate(self, total: float) -> float:
+        """Return `total` per second of the run; 0 for an empty run."""
+        return total / self.duration_s if self.duration_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the run asked for, per request, in the order of the requests.
+
+    Attributes:
+        prompt_lens: [n] int64, tokens of each prompt as sent (re-encoded when sent as text).
+        asked_lens: [n] int64, tokens the dataset was asked to make.
+        due, sent: [n] float64 seconds; NaN in `sent` where a request never reached a socket.
+        slot_waits: [n] float64 seconds, or [0] where nothing limits concurrency.
+    """
+
+    prompt_lens: np.ndarray
+    asked_lens: np.ndarray
+    due: np.ndarray
+    sent: np.ndarray
+    slot_waits: np.ndarray
+
+
+def compute_metrics(
+    outcomes: Sequence[Outcome],
+    asked: Asked,
+    duration_s: float,
+    tokenizer: TokenCounter,
+    goodput_slos_ms: dict[str, float] | None = None,
+) -> Metrics:
+    """Compute every figure. Failed requests count in `failures` and nowhere else.
+
+    Args:
+        outcomes: one per request, in order.
+        asked: the same requests as they were planned and sent.
+        duration_s: first send to last response.
+        tokenizer: counts the tokens of returned text (`total_output_retokenized`, and the output length where
+            the server does not give it).
+        goodput_slos_ms: targets by name (ttft, tpot, e2el), or None.
+    """
+    good = [outcome for outcome in outcomes if outcome.success]
+    rows = np.asarray([outcome.index for outcome in good], np.int64)
+    retokenized = np.asarray(
+        [len(tokenizer.encode(o.text, add_special_tokens=False)) for o in good], np.int64
+    )
+    sources, lens = _output_lens(good, retokenized)
+    token_events = [_event_tokens(outcome, tokenizer) for outcome in good]
+    itls = [_itl(o.event_times, tokens) for o, tokens in zip(good, token_events, strict=True)]
+    e2e = np.asarray([outcome.latency for outcome in good], np.float64)
+    ttft = np.asarray([np.nan if o.ttft is None else o.ttft for o in good], np.float64)
+    tpot = np.full(len(good), np.nan)
+    several = (lens > 1) & ~np.isnan(ttft)
+    tpot[several] = (e2e - ttft)[several] / (lens[several] - 1)
+    starts = np.asarray([outcome.start for outcome in good], np.float64)
+    delays = (asked.sent - asked.due)[~np.isnan(asked.sent)]
+    return Metrics(
+        num_sent=len(outcomes),
+        num_completed=len(good),
+        failures=dict(Counter(o.failure for o in outcomes if o.failure is not None).most_common()),
+        unmeasured={
+            "ttft": int(np.isnan(ttft).sum()),
+            "tpot": int(np.isnan(tpot).sum()),
+            "itl": sum(not len(values) for values in itls),
+        },
+        duration_s=duration_s,
+        total_input=int(asked.prompt_lens[rows].sum()),
+        total_input_asked=int(asked.asked_lens[rows].sum()),
+        total_input_server=_sum_if_all(o.num_prompt_tokens for o in good),
+        total_output=int(lens.sum()),
+        total_output_retokenized=int(retokenized.sum()),
+        count_sources={source.value: sources.count(source) for source in CountSource},
+        num_retokenized_itl=sum(outcome.event_tokens is None for outcome in good),
+        total_cached=_sum_if_all(o.num_cached_tokens for o in good),
+        peak_output_tokens_per_s=_peak_tokens(good, token_events, starts),
+        peak_concurrent_requests=_peak_touched(starts, e2e),
+        peak_in_flight=_peak_in_flight(outcomes),
+        concurrency=float(e2e.sum()) / duration_s if duration_s > 0 else 0.0,
+        e2e=Distribution.of_seconds(e2e),
+        ttft=Distribution.of_seconds(ttft[~np.isnan(ttft)]),
+        tpot=Distribution.of_seconds(tpot[~np.isnan(tpot)]),
+        itl=Distribution.of_seconds(np.concatenate([np.empty(0), *itls])),
+        schedule_delay=Distribution.of_seconds(delays),
+        slot_wait=Distribution.of_seconds(asked.slot_waits),
+        goodput=_goodput(e2e, ttft, tpot, lens, len(outcomes), duration_s, goodput_slos_ms or {}),
+        output_lens=_by_request(len(outcomes), rows, lens.tolist(), 0),
+        itls=_by_request(len(outcomes), rows, [values.tolist() for values in itls], []),
+    )
+
+
+def _output_lens(good: list[Outcome], retokenized: np.ndarray) -> tuple[list[CountSource], np.ndarray]:
+    sources = [CountSource.RETOKENIZED if o.num_output_tokens is None else CountSource.SERVER for o in good]
+    lens = [
+        count if o.num_output_tokens is None else o.num_output_tokens
+        for o, count in zip(good, retokenized.tolist(), strict=True)
+    ]
+    return sources, np.asarray(lens, np.int64)
+
+
+def _event_tokens(outcome: Outcome, tokenizer: TokenCounter) -> np.ndarray:
+    """Tokens of each chunk; where the server did not say, its text is tokenized by itself (1 at least)."""
+    if outcome.event_tokens is not None:
+        return outcome.event_tokens
+    counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in outcome.chunk_texts]
+    return np.maximum(np.asarray(counts, np.int64), 1)
+
+
+def _itl(times: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Inter-token latencies: the gap before each chunk but the first, shared evenly by the chunk's tokens."""
+    if len(times) < 2:
+        return np.empty(0)
+    return np.repeat(np.diff(times) / tokens[1:], tokens[1:])
+
+
+def _peak_tokens(good: list[Outcome], token_events: list[np.ndarray], starts: np.ndarray) -> float:
+    """Most tokens in a 1 s bucket counted from the first start; a chunk's tokens lie evenly in its gap."""
+    spread = []
+    for outcome, tokens in zip(good, token_events, strict=True):
+        times = outcome.event_times
+        if len(times):
+            spread.append(np.full(tokens[0], times[0]))
+            spread.append(times[0] + np.cumsum(_itl(times, tokens)))
+    if not spread:
+        return 0.0
+    buckets = np.floor(np.concatenate(spread) - starts.min()).astype(np.int64)
+    return float(np.bincount(np.maximum(buckets, 0)).max())
+
+
+def _peak_touched(starts: np.ndarray, e2e: np.ndarray) -> int:
+    """Most requests that touch one 1 s bucket (SGLang's figure: short requests are over-counted)."""
+    if not len(starts):
+        return 0
+    first = np.floor(starts - starts.min()).astype(np.int64)
+    last = np.floor(starts + e2e - starts.min()).astype(np.int64)
+    change = np.zeros(int(last.max()) + 2, np.int64)
+    np.add.at(change, first, 1)
+    np.add.at(change, last + 1, -1)
+    return int(np.cumsum(change).max())
+
+
+def _peak_in_flight(outcomes: Sequence[Outcome]) -> int:
+    """Most requests in flight at one instant, failed ones included."""
+    if not outcomes:
+        return 0
+    edges = np.asarray([[o.start, o.end] for o in outcomes], np.float64)
+    # An end at the same instant as a start comes first.
+    order = np.lexsort((np.repeat([1, 0], len(edges)), edges.T.ravel()))
+    change = np.repeat([1, -1], len(edges))[order]
+    return int(np.cumsum(change).max(initial=0))
+
+
+def _goodput(
+    e2e: np.ndarray,
+    ttft: np.ndarray,
+    tpot: np.ndarray,
+    lens: np.ndarray,
+    num_sent: int,
+    duration_s: float,
+    slos_ms: dict[str, float],
+) -> Goodput | None:
+    """Count requests within every target. One token has no TPOT to miss; an unmeasured TTFT meets none."""
+    if not slos_ms:
+        return None
+    observed_ms = {"ttft": ttft * 1e3, "tpot": np.where(lens <= 1, 0.0, tpot * 1e3), "e2el": e2e * 1e3}
+    met = {name: observed_ms[name] <= slo for name, slo in slos_ms.items()}
+    num_good = int(np.logical_and.reduce(list(met.values())).sum())
+    share = {name: float(hits.sum()) / max(num_sent, 1) for name, hits in met.items()}
+    per_s = num_good / duration_s if duration_s > 0 else 0.0
+    return Goodput(dict(slos_ms), per_s, num_good / max(num_sent, 1), share)
+
+
+def _sum_if_all(values: Any) -> int | None:
+    found = list(values)
+    return sum(found) if found and None not in found else None
+
+
+def _by_request(num_requests: int, rows: np.ndarray, values: list[Any], missing: Any) -> list[Any]:
+    out = [missing] * num_requests
+    for row, value in zip(rows.tolist(), values, strict=True):
+        out[row] = value
+    return out

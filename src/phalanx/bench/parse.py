@@ -1,0 +1,298 @@
+"""From raw records to outcomes: what came when, or why a request failed. Runs after the load is over."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+
+from .backends import Flavor
+from .connection import RawRecord
+from .sse import parse_events
+
+_CAUSE_CHARS = 120
+
+
+class _Bad(Exception):
+    """The response means failure; the message is the cause that is counted and printed."""
+
+
+class CountSource(enum.Enum):
+    """Where the number of a request's output tokens comes from."""
+
+    SERVER = "server"
+    RETOKENIZED = "retokenized"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request, understood. Times are `time.perf_counter` seconds; None is "not measured".
+
+    Attributes:
+        index: position in the run's request list.
+        start: the zero of TTFT and E2E latency.
+        end: arrival of the last line ([DONE] included), or of the failure.
+        failure: cause, or None for a success. A failed request enters no metric.
+        text: everything generated.
+        num_output_tokens: as the server says; None when it does not.
+        num_prompt_tokens: as the server says; None when it does not.
+        num_cached_tokens: prompt tokens served from the prefix cache, as the server says, or None.
+        event_times: [num_events] float64, arrivals of the chunks that carried text.
+        event_tokens: [num_events] int64, tokens that came with each of them; None when the server counts only
+            in total or not at all (`chunk_texts` then holds what came).
+        chunk_texts: text of each chunk, only when event_tokens is None.
+    """
+
+    index: int
+    start: float
+    end: float
+    failure: str | None = None
+    text: str = ""
+    num_output_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    event_times: np.ndarray = field(default_factory=lambda: np.empty(0))
+    event_tokens: np.ndarray | None = field(default_factory=lambda: np.empty(0, np.int64))
+    chunk_texts: list[str] = field(default_factory=list)
+
+    @property
+    def success(self) -> bool:
+        """Whether the whole answer arrived without an error."""
+        return self.failure is None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from start to the first chunk with text; None when no chunk had any."""
+        return float(self.event_times[0]) - self.start if len(self.event_times) else None
+
+    @property
+    def latency(self) -> float:
+        """E2E latency in seconds."""
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The chunks of one stream as lists: arrival, text as sent, cumulative token count or None."""
+
+    times: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    counts: list[int | None] = field(default_factory=list)
+    total: int | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    cumulative_ids: bool | None = None
+
+
+def parse_record(record: RawRecord, flavor: Flavor, stream: bool) -> Outcome:
+    """Turn one raw record into an outcome; whatever is wrong with it becomes `Outcome.failure`.
+
+    Args:
+        record: as the worker left it.
+        flavor: which API answered.
+        stream: whether events were asked for.
+    """
+    outcome = Outcome(record.index, record.start, record.end)
+    try:
+        if record.failure is not None:
+            # An error event may have come before the cut: it says more than the cut does.
+            if record.status == 200 and stream:
+                _read_stream(record, flavor)
+            raise _Bad(record.failure)
+        if record.status != 200:
+            raise _Bad(f"HTTP {record.status}: {_error_text(b''.join(record.pieces))}")
+        if stream:
+            _fill_from_stream(outcome, _finished(*_read_stream(record, flavor)), flavor)
+        else:
+            _fill_from_body(outcome, b"".join(record.pieces), flavor)
+    except _Bad as bad:
+        outcome = Outcome(record.index, record.start, record.end, failure=_shorten(str(bad)))
+    return outcome
+
+
+def _read_stream(record: RawRecord, flavor: Flavor) -> tuple[_Stream, bool]:
+    """Read the events. Return what they carried and whether [DONE] came.
+
+    Raises:
+        _Bad: an error event or an event that cannot be read.
+    """
+    stream = _Stream()
+    read = {Flavor.NATIVE: _read_native, Flavor.COMPLETIONS: _read_completions, Flavor.CHAT: _read_chat}[
+        flavor
+    ]
+    cut = record.failure is not None
+    for event in parse_events(record.times, record.pieces):
+        if event.data == b"[DONE]":
+            return stream, True
+        try:
+            data = orjson.loads(event.data)
+        except orjson.JSONDecodeError:
+            if cut:
+                break
+            raise _Bad("malformed event: not JSON") from None
+        if not isinstance(data, dict):
+            raise _Bad("malformed event: not an object")
+        if event.name == "error" or data.get("error") or data.get("object") == "error":
+            raise _Bad(f"error event: {_error_text(event.data)}")
+        try:
+            read(stream, event.time, data)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            raise _Bad(f"malformed event: {type(error).__name__}") from None
+    return stream, False
+
+
+def _finished(stream: _Stream, done: bool) -> _Stream:
+    if not done:
+        raise _Bad("stream ended without [DONE]")
+    return stream
+
+
+def _read_native(stream: _Stream, time: float, data: dict[str, Any]) -> None:
+    meta = data.get("meta_info") or {}
+    reason = meta.get("finish_reason")
+    if isinstance(reason, dict) and reason.get("type") == "abort":
+        raise _Bad(f"aborted by the server: {reason.get('message') or 'no reason given'}")
+    count = meta.get("completion_tokens")
+    stream.total = count if count is not None else stream.total
+    stream.num_prompt_tokens = meta.get("prompt_tokens", stream.num_prompt_tokens)
+    stream.num_cached_tokens = meta.get("cached_tokens", stream.num_cached_tokens)
+    ids = data.get("output_ids")
+    if ids is not None and count and len(ids) != count:
+        stream.cumulative_ids = False
+    elif ids is not None and count and stream.cumulative_ids is None and len(stream.times) > 0:
+        stream.cumulative_ids = True
+    _add_chunk(stream, time, data.get("text") or "", count)
+
+
+def _read_completions(stream: _Stream, time: float, data: dict[str, Any]) -> None:
+    count = _read_usage(stream, data)
+    choices = data.get("choices") or []
+    if choices:
+        _add_chunk(stream, time, choices[0].get("text") or "", count)
+
+
+def _read_chat(stream: _Stream, time: float, data: dict[str, Any]) -> None:
+    count = _read_usage(stream, data)
+    choices = data.get("choices") or []
+    if choices:
+        delta = choices[0].get("delta") or {}
+        text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+        _add_chunk(stream, time, text, count)
+
+
+def _read_usage(stream: _Stream, data: dict[str, Any]) -> int | None:
+    usage = data.get("usage") or {}
+    count: int | None = usage.get("completion_tokens")
+    if count is not None:
+        stream.total = count
+    stream.num_prompt_tokens = usage.get("prompt_tokens", stream.num_prompt_tokens)
+    details = usage.get("prompt_tokens_details") or {}
+    stream.num_cached_tokens = details.get("cached_tokens", stream.num_cached_tokens)
+    return count
+
+
+def _add_chunk(stream: _Stream, time: float, text: str, count: int | None) -> None:
+    """Note a chunk.
+
+    One without text shows a reader nothing: the tokens it may have had (half a character, a special token)
+    are counted with the next text.
+    """
+    if count is not None and (not isinstance(count, int) or count < 0):
+        raise _Bad("malformed event: bad token count")
+    if text:
+        stream.times.append(time)
+        stream.texts.append(text)
+        stream.counts.append(count)
+
+
+def _fill_from_stream(outcome: Outcome, stream: _Stream, flavor: Flavor) -> None:
+    deltas = stream.texts
+    outcome.text, deltas = _native_texts(stream) if flavor is Flavor.NATIVE else ("".join(deltas), deltas)
+    _fill_counts(outcome, stream)
+    times = np.asarray(stream.times, np.float64)
+    if not len(times):
+        return
+    if None not in stream.counts:
+        outcome.event_times, outcome.event_tokens = _spread_counts(times, np.asarray(stream.counts, np.int64))
+    elif stream.total == len(times):
+        # As many chunks with text as tokens: one each.
+        outcome.event_times, outcome.event_tokens = times, np.ones(len(times), np.int64)
+    else:
+        outcome.event_times, outcome.event_tokens, outcome.chunk_texts = times, None, deltas
+
+
+def _spread_counts(times: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Turn cumulative counts into tokens per chunk; a chunk without a new token is joined to the next."""
+    counts = np.maximum(counts, 1)
+    if np.any(np.diff(counts) < 0):
+        raise _Bad("malformed event: token count went down")
+    new = np.diff(counts, prepend=0)
+    keep = new > 0
+    return times[keep], new[keep]
+
+
+def _native_texts(stream: _Stream) -> tuple[str, list[str]]:
+    """Return the whole text and each chunk's own.
+
+    SGLang sends the text so far in every chunk, unless it was started with incremental output. Where
+    output_ids do not tell which it is, a text that does not continue the one before does.
+    """
+    texts = stream.texts
+    cumulative = stream.cumulative_ids
+    if cumulative is None:
+        cumulative = all(new.startswith(old) for old, new in itertools.pairwise(texts))
+    if not cumulative or not texts:
+        return "".join(texts), texts
+    starts = [0, *map(len, texts[:-1])]
+    return texts[-1], [text[start:] for text, start in zip(texts, starts, strict=True)]
+
+
+def _fill_from_body(outcome: Outcome, body: bytes, flavor: Flavor) -> None:
+    """Read a whole answer. Nothing but its end was observed, so no chunk times are made up."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise _Bad("malformed answer: not JSON") from None
+    if not isinstance(data, dict) or data.get("error") or data.get("object") == "error":
+        raise _Bad(f"error answer: {_error_text(body)}")
+    stream = _Stream()
+    try:
+        if flavor is Flavor.NATIVE:
+            _read_native(stream, outcome.end, data)
+        elif flavor is Flavor.COMPLETIONS:
+            _read_completions(stream, outcome.end, data)
+        else:
+            _read_chat(stream, outcome.end, {**data, "choices": [{"delta": data["choices"][0]["message"]}]})
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise _Bad(f"malformed answer: {type(error).__name__}") from None
+    outcome.text = "".join(stream.texts)
+    _fill_counts(outcome, stream)
+
+
+def _fill_counts(outcome: Outcome, stream: _Stream) -> None:
+    outcome.num_output_tokens = stream.total
+    outcome.num_prompt_tokens = stream.num_prompt_tokens
+    outcome.num_cached_tokens = stream.num_cached_tokens
+
+
+def _error_text(body: bytes) -> str:
+    """Return the message of an error body in the usual shapes, or its first characters."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode("utf-8", "replace").strip()
+    error = data.get("error", data) if isinstance(data, dict) else data
+    if isinstance(error, dict):
+        for key in ("message", "detail", "type", "code"):
+            if error.get(key):
+                return str(error[key])
+    return str(error)
+
+
+def _shorten(cause: str) -> str:
+    cause = " ".join(cause.split())
+    return cause if len(cause) <= _CAUSE_CHARS else cause[: _CAUSE_CHARS - 3] + "..."

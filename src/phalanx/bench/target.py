@@ -1,0 +1,150 @@
+"""The server under test: where it is, how a request to it looks on the wire, and its few control routes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from .errors import BenchError
+
+_CONTROL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One HTTP server.
+
+    Attributes:
+        host: name or address, without brackets.
+        port: TCP port.
+        prefix: path before every route, "" or "/something", without a slash at its end.
+        tls: context for https, else None.
+        headers: sent with every request, authorization included.
+    """
+
+    host: str
+    port: int
+    prefix: str = ""
+    tls: ssl.SSLContext | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def netloc(self) -> str:
+        """`host:port`, an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The server's base URL, for messages."""
+        return f"{'https' if self.tls else 'http'}://{self.netloc}{self.prefix}"
+
+    def wire_request(self, path: str, body: bytes) -> bytes:
+        """Return the bytes of one POST of a JSON body, head and body."""
+        lines = [f"POST {self.prefix}{path} HTTP/1.1", f"Host: {self.netloc}"]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines += [f"{key}: {value}" for key, value in self.headers]
+        return "\r\n".join(lines).encode("utf-8") + b"\r\n\r\n" + body
+
+
+def make_target(base_url: str | None, host: str, port: int, headers: list[tuple[str, str]]) -> Target:
+    """Build the target from the command line's choices.
+
+    OPENAI_API_KEY (as a bearer token) or else API_KEY (as it stands) of the environment becomes the
+    Authorization header, as in SGLang's client; a header given on the command line wins.
+
+    Raises:
+        BenchError: exit code 2 for a URL that is not http(s)://host[:port][/path].
+    """
+    sent = {key.lower(): (key, value) for key, value in [*_auth_headers(), *headers]}
+    if base_url is None:
+        return Target(host.strip("[]"), port, headers=tuple(sent.values()))
+    try:
+        parts = urlsplit(base_url)
+        url_port = parts.port
+    except ValueError:
+        raise BenchError(f"--base-url {base_url!r} is not a URL", exit_code=2) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise BenchError(f"--base-url {base_url!r} is not http(s)://host[:port][/path]", exit_code=2)
+    tls = ssl.create_default_context() if parts.scheme == "https" else None
+    default_port = 443 if tls else 80
+    return Target(
+        parts.hostname, url_port or default_port, parts.path.rstrip("/"), tls, headers=tuple(sent.values())
+    )
+
+
+def wait_until_ready(target: Target, timeout_s: float) -> bool:
+    """Poll GET /v1/models once a second until it answers 200; False when `timeout_s` pass first."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status, _ = control(target, "GET", "/v1/models", timeout_s=5.0)
+        if status == 200:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+
+
+def first_model(target: Target) -> str:
+    """Return the id of the first model that /v1/models lists.
+
+    Raises:
+        BenchError: the route does not answer, or lists nothing.
+    """
+    status, body = control(target, "GET", "/v1/models")
+    models = body.get("data") if isinstance(body, dict) else None
+    if status != 200 or not models:
+        raise BenchError(f"{target.url}/v1/models names no model (status {status}): give --model")
+    return str(models[0]["id"])
+
+
+def server_info(target: Target) -> dict[str, Any] | None:
+    """Return what GET /server_info says, or None where there is no such route."""
+    status, body = control(target, "GET", "/server_info")
+    return body if status == 200 and isinstance(body, dict) else None
+
+
+def flush_cache(target: Target, path: str) -> None:
+    """POST to the route that empties the prefix cache.
+
+    Raises:
+        BenchError: the server refused; a run on a warm cache would measure something else.
+    """
+    status, body = control(target, "POST", path)
+    if status != 200:
+        raise BenchError(f"--flush-cache: {target.url}{path} answered {status}: {str(body)[:200]}")
+
+
+def control(target: Target, method: str, path: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> tuple[int, Any]:
+    """Send one blocking request. Return (status, JSON body or text); status 0 when nothing answered."""
+    if target.tls is None:
+        connection = http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+    else:
+        connection = http.client.HTTPSConnection(
+            target.host, target.port, timeout=timeout_s, context=target.tls
+        )
+    try:
+        connection.request(method, target.prefix + path, headers=dict(target.headers))
+        response = connection.getresponse()
+        raw = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        return 0, str(error)
+    finally:
+        connection.close()
+    try:
+        return response.status, json.loads(raw)
+    except ValueError:
+        return response.status, raw.decode("utf-8", "replace")
+
+
+def _auth_headers() -> list[tuple[str, str]]:
+    if key := os.environ.get("OPENAI_API_KEY"):
+        return [("Authorization", f"Bearer {key}")]
+    if key := os.environ.get("API_KEY"):
+        return [("Authorization", key)]
+    return []
