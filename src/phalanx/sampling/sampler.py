@@ -1,0 +1,129 @@
+"""Logits to token ids, for a batch of rows with settings of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from phalanx.core.step import Bool, Finish, Int32, Int64
+from phalanx.sampling.adjust import adjust_logits
+from phalanx.sampling.choose import DRAW_BLOCK, argmax_rows, draw_rows
+from phalanx.sampling.filters import apply_min_p, apply_top
+from phalanx.sampling.rows import EAGER, SamplingRows, Uses
+from phalanx.sampling.uniform import row_uniforms
+
+# Lines whose fp32 copies are in work at once: 16 x 49152 fp32 are 3 MB, near the caches. On 2 Zen 4 cores
+# 1024 temperature rows cost about the same at 16 and 32, a fifth more at 4.
+_CHUNK = 16
+
+
+class Sampler:
+    """Chooses tokens by the parameters in `table`.
+
+    Every row's token is a function of its own logits, parameters, history, seed and number of generated
+    tokens; rows that share the batch change nothing, bit for bit.
+    """
+
+    def __init__(self, table: SamplingRows) -> None:
+        self.table = table
+        width = -(-table.vocab_size // DRAW_BLOCK) * DRAW_BLOCK
+        # Columns beyond the vocabulary stay at -inf and so get probability 0.
+        self._scratch = torch.full((_CHUNK, width), -torch.inf, dtype=torch.float32, device=table.device)
+
+    def sample(
+        self, logits: torch.Tensor, rows: Int32, num_generated: Int32, needs_eager: Bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token per row.
+
+        Args:
+            logits: [s, vocab], any float dtype; not changed.
+            rows: [s] int32 on the host, distinct.
+            num_generated: [s] int32, output tokens each row has before this one.
+            needs_eager: [s] bool; where false, penalties, bias, filters and min_new_tokens are left out.
+
+        Returns:
+            tokens: [s] int32 on the device; 0 where finish is ERROR.
+            finish: [s] uint8, NONE, STOP (the token is one of the row's stop ids) or ERROR (the largest
+                logit, before or after adjustment, is not finite: any NaN, any +inf, or nothing but -inf).
+        """
+        table = self.table
+        if not len(rows):
+            empty = torch.zeros(0, dtype=torch.int32, device=table.device)
+            return empty, empty.to(torch.uint8)
+        index = table.to_device(rows, torch.int64)
+        tokens, maxima = argmax_rows(logits)
+        finite = torch.isfinite(maxima)
+        uses = table.uses[rows]
+        eager = needs_eager & ((uses & EAGER) != 0)
+        warm = (uses & Uses.TEMPERATURE) != 0
+        if warm.any():
+            uniforms = row_uniforms(table.seeds[index], table.to_device(num_generated, torch.int64))
+        else:
+            uniforms = torch.zeros(len(rows), dtype=torch.float64, device=table.device)
+        for lines in _chunks(np.flatnonzero(warm & ~eager)):
+            line_index = table.to_device(lines, torch.int64)
+            scaled = self._load(logits, lines)
+            self._scale(scaled, maxima[line_index].float(), rows[lines])
+            tokens[line_index] = draw_rows(torch.softmax(scaled, 1), uniforms[line_index])
+        for lines in _chunks(np.flatnonzero(eager)):
+            line_index = table.to_device(lines, torch.int64)
+            chosen, top = self._eager(
+                self._load(logits, lines), rows[lines], num_generated[lines], uniforms[line_index]
+            )
+            tokens[line_index] = chosen
+            finite[line_index] &= torch.isfinite(top)
+        tokens = tokens.masked_fill_(~finite, 0).to(torch.int32)
+        table.record_output(rows, num_generated, tokens)
+        stopped = (table.stop_ids[index] == tokens[:, None]).any(1)
+        finish = torch.where(stopped, int(Finish.STOP), int(Finish.NONE)).masked_fill_(~finite, Finish.ERROR)
+        return tokens, finish.to(torch.uint8)
+
+    def _load(self, logits: torch.Tensor, lines: Int64) -> torch.Tensor:
+        """Lines of the logits in the fp32 scratch, [n, width]."""
+        scaled = self._scratch[: len(lines)]
+        if lines[-1] - lines[0] + 1 == len(lines):
+            picked = logits[lines[0] : lines[0] + len(lines)]
+        else:
+            picked = logits.index_select(0, self.table.to_device(lines, torch.int64))
+        scaled[:, : logits.shape[1]] = picked
+        return scaled
+
+    def _scale(self, scaled: torch.Tensor, maxima: torch.Tensor, rows: Int32) -> None:
+        """(logits - max) / temperature, in place; the largest becomes 0. Greedy rows: divided by 1."""
+        temperature = self.table.temperature[self.table.to_device(rows, torch.int64)]
+        temperature = temperature.masked_fill(temperature == 0, 1.0)
+        # -inf - -inf would put NaN into the scratch's padding columns; such rows end in ERROR anyway.
+        maxima = torch.where(torch.isfinite(maxima), maxima, torch.zeros_like(maxima))
+        scaled.sub_(maxima[:, None]).div_(temperature[:, None])
+
+    def _eager(
+        self, scaled: torch.Tensor, rows: Int32, num_generated: Int32, uniforms: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [n] int64 and largest adjusted logits [n] of rows that ask for more than temperature."""
+        table = self.table
+        vocab = table.vocab_size
+        adjust_logits(scaled[:, :vocab], table, rows, num_generated)
+        greedy_tokens, maxima = argmax_rows(scaled[:, :vocab])
+        uses = table.uses[rows]
+        warm = (uses & Uses.TEMPERATURE) != 0
+        if not warm.any():
+            return greedy_tokens, maxima
+        self._scale(scaled, maxima, rows)
+        probs = torch.softmax(scaled, 1)
+        index = table.to_device(rows, torch.int64)
+        sort = np.flatnonzero((uses & Uses.SORT) != 0)
+        if len(sort):
+            at = table.to_device(sort, torch.int64)
+            kept = probs[at]
+            top_k = table.top_k[index[at]]
+            max_top_k = int(table.host_top_k[rows[sort]].max())
+            apply_top(scaled[at], kept, top_k, table.top_p[index[at]], max_top_k)
+            probs[at] = kept
+        if ((uses & Uses.MIN_P) != 0).any():
+            apply_min_p(scaled, probs, table.min_p[index])
+        drawn = draw_rows(probs, uniforms)
+        return torch.where(table.to_device(warm, torch.bool), drawn, greedy_tokens), maxima
+
+
+def _chunks(lines: Int64) -> list[Int64]:
+    return [lines[i : i + _CHUNK] for i in range(0, len(lines), _CHUNK)]
