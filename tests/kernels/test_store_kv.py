@@ -5,18 +5,20 @@ import torch
 
 from phalanx.kernels import gather_kv, reference, store_kv
 
-BACKENDS = ["torch"]
+BACKENDS = ["torch", "triton"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # compiled there, interpreted here
 
 
 def make(num_tokens, heads=3, dim=8, num_slots=50, dtype=torch.float32, seed=0):
     gen = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(num_tokens, 3 * heads * dim, generator=gen).to(dtype)
-    k = qkv[:, heads * dim : 2 * heads * dim].view(num_tokens, heads, dim)  # a slice: wide token stride
-    v = qkv[:, 2 * heads * dim :].view(num_tokens, heads, dim)
+    qkv = torch.randn(num_tokens, 3 * heads * dim, generator=gen).to(dtype)  # k and v: wide token stride
     k_pool = torch.randn(num_slots, heads, dim, generator=gen).to(dtype)
     v_pool = torch.randn(num_slots, heads, dim, generator=gen).to(dtype)
     slots = torch.randperm(num_slots - 1, generator=gen)[:num_tokens] + 1
-    return k, v, k_pool, v_pool, slots
+    joined = qkv.to(DEVICE)
+    k, v = (joined[:, part * heads * dim : (part + 1) * heads * dim].view(-1, heads, dim) for part in (1, 2))
+    return k, v, k_pool.to(DEVICE), v_pool.to(DEVICE), slots.to(DEVICE)
 
 
 def both(backend, k, v, k_pool, v_pool, slots):
@@ -50,7 +52,7 @@ def test_padding_with_nan_never_reaches_a_live_slot(backend):
     k, v, k_pool, v_pool, slots = make(4)
     slots[0] = 49
     k[1:], v[1:] = float("nan"), float("nan")
-    slots[1:] = torch.tensor([-1, -1, -50])
+    slots[1:] = torch.tensor([-1, -1, -50], device=DEVICE)
     before = k_pool.clone()
     store_kv(k, v, k_pool, v_pool, slots, backend=backend)
     assert torch.equal(k_pool[49], k[0]) and torch.equal(v_pool[49], v[0])

@@ -3,7 +3,8 @@
 Importing this package needs torch alone; Triton is imported when a Triton backend first runs.
 """
 
+from phalanx.kernels.kv_indices import create_kv_indices
 from phalanx.kernels.step_prep import StepPrepBuffers, step_prep
 from phalanx.kernels.store_kv import gather_kv, store_kv
 
-__all__ = ["StepPrepBuffers", "gather_kv", "step_prep", "store_kv"]
+__all__ = ["StepPrepBuffers", "create_kv_indices", "gather_kv", "step_prep", "store_kv"]

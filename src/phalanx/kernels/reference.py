@@ -23,7 +23,8 @@ def create_kv_indices_naive(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One slice per request and one `torch.cat`; arguments and results as in `create_kv_indices`.
 
-    Reads rows, lengths and starts on the host, so on CUDA it synchronises.
+    kv_indptr is taken together with kv_indices, or not at all. Reads rows, lengths and starts on the host,
+    so on CUDA it synchronises. Raises ValueError if kv_indices is too short.
     """
     rows, lens = req_pool_indices.tolist(), page_kernel_lens.tolist()
     starts = [0] * len(rows) if kv_start_idx is None else kv_start_idx.tolist()
@@ -33,18 +34,24 @@ def create_kv_indices_naive(
     ]
     if page_size > 1:
         pieces = [piece // page_size for piece in pieces]
+    counts = [len(piece) for piece in pieces]
     if kv_indptr is not None and kv_indices is not None:  # The given offsets need not be dense.
-        for offset, piece in zip(kv_indptr.tolist(), pieces, strict=False):
-            kv_indices[offset : offset + len(piece)] = piece
+        for offset, count, piece in zip(kv_indptr.tolist(), counts, pieces, strict=False):
+            _check_room(kv_indices, offset + count if count else 0)
+            kv_indices[offset : offset + count] = piece
         return kv_indptr, kv_indices
-    if kv_indptr is None:
-        counts = torch.tensor([0] + [len(piece) for piece in pieces], dtype=torch.int32)
-        kv_indptr = counts.cumsum(0, dtype=torch.int32).to(req_to_token.device)
+    kv_indptr = torch.tensor([0, *counts]).cumsum(0).int().to(req_to_token.device)
     joined = torch.cat(pieces) if pieces else req_to_token.new_empty(0)
     if kv_indices is None:
         return kv_indptr, joined
+    _check_room(kv_indices, len(joined))
     kv_indices[: len(joined)] = joined
     return kv_indptr, kv_indices
+
+
+def _check_room(kv_indices: torch.Tensor, needed: int) -> None:
+    if needed > len(kv_indices):
+        raise ValueError(f"kv_indices has {len(kv_indices)} entries, {needed} are needed")
 
 
 def step_prep(

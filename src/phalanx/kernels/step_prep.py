@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
+from phalanx.kernels.ragged import flat_view, ragged_addresses
 
 LANES_PER_BLOCK = 128  # lanes that one program of the first launch prepares and scans
 
@@ -103,8 +104,8 @@ def step_prep(
     backend reads the number of indices on the host, so on CUDA it serves as a reference.
     Raises TypeError or ValueError naming the argument at fault.
     """
-    chosen = pick_backend(backend, rows.device)
     _check(rows, num_live, seq_lens, req_to_token, granted_pages, out, page_size)
+    chosen = pick_backend(backend, rows.device)
     if chosen == "triton":
         from phalanx.kernels import step_prep_triton
 
@@ -158,14 +159,11 @@ def _fill_indices(
     kv_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    total = int(indptr[-1])
-    steps = torch.arange(total, device=table.device)
-    first = row * table.stride(0) - indptr[:-1].long() * page_size
-    address = torch.repeat_interleave(first, counts, output_size=total) + steps * page_size
-    size = (table.shape[0] - 1) * table.stride(0) + table.shape[1]
-    taken = table.as_strided((size,), (1,)).index_select(0, address)
-    fits = min(total, kv_indices.shape[0])
-    kv_indices[:fits] = (taken if page_size == 1 else taken // page_size)[:fits]
+    first = row * table.stride(0)
+    address = ragged_addresses(first, indptr[:-1].long(), counts, int(indptr[-1]), page_size)
+    address = address[: kv_indices.shape[0]]
+    taken = flat_view(table).index_select(0, address)
+    kv_indices[: len(taken)] = taken if page_size == 1 else taken // page_size
 
 
 def _check(

@@ -30,8 +30,8 @@ def store_kv(
     Capturable in a CUDA graph with either backend; 0 tokens launch nothing.
     Raises TypeError or ValueError naming the argument at fault.
     """
-    chosen = pick_backend(backend, k.device)
     _check(k, v, k_pool, v_pool, slot_mapping)
+    chosen = pick_backend(backend, k.device)
     if k.shape[0] == 0:
         return
     if chosen == "triton":
