@@ -11,6 +11,7 @@ import torch
 from phalanx.core.errors import EngineError
 from phalanx.core.sampling_params import MAX_STOP_TOKEN_IDS
 from phalanx.core.step import EnteringRows, Int32
+from phalanx.sampling.tensors import int32_table, to_device
 
 
 class Uses(IntFlag):
@@ -144,14 +145,7 @@ class SamplingRows:
 
     def to_device(self, array: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
         """A host array as a tensor of this dtype where the rows lie."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, dtype)
-
-
-def int32_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
-    """[num_rows, num_columns] int32 zeros. On the CPU, NumPy's: pages never touched take no memory."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros((num_rows, num_columns), np.int32))
-    return torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
+        return to_device(array, dtype, self.device)
 
 
 def _uses(entering: EnteringRows, num_biases: Int32, vocab_size: int) -> npt.NDArray[np.uint8]:

@@ -1,0 +1,78 @@
+"""From settings to a running engine: weights, pool, attention."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.attention.registry import create_attention
+from phalanx.config.groups import Settings
+from phalanx.core.errors import ConfigError
+from phalanx.engine.engine import Engine
+from phalanx.engine.memory import DTYPES, available_bytes, count_pages
+from phalanx.kvcache.pool import KVPool
+from phalanx.models.decoder import Decoder
+from phalanx.models.weights import iter_dummy_weights, iter_weights
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A ready engine.
+
+    num_pages: pages of its pool, padding page 0 included. phases: seconds that each part of the start took.
+    """
+
+    engine: Engine
+    num_pages: int
+    phases: dict[str, float]
+
+
+def build_engine(settings: Settings, progress: bool = True) -> BuiltEngine:
+    """Load the model, size and allocate the pool, start the engine's thread.
+
+    Args:
+        settings: everything settled.
+        progress: draw a bar on standard error while weights load.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ConfigError: unknown device or attention backend, or no memory for the pool.
+    """
+    name = settings.engine.device
+    if name != "cpu":
+        raise ConfigError(f"device {name!r} cannot run a model in this version: only cpu")
+    device = torch.device(name)
+    dtypes = {kind: DTYPES[kind] for kind in (settings.engine.dtype, settings.cache.dtype)}
+    if settings.engine.num_threads is not None:
+        torch.set_num_threads(settings.engine.num_threads)
+    phases: dict[str, float] = {}
+    before = available_bytes(device)
+    with torch.inference_mode():
+        start = time.perf_counter()
+        model = _load(settings, dtypes[settings.engine.dtype], device, progress)
+        phases["load_weights"] = time.perf_counter() - start
+        start = time.perf_counter()
+        num_pages = count_pages(settings, available_at_start=before, available_now=available_bytes(device))
+        pool = KVPool(
+            settings.model,
+            num_pages=num_pages,
+            page_size=settings.cache.page_size,
+            dtype=dtypes[settings.cache.dtype],
+            device=device,
+        )
+        attn = create_attention(settings.engine.attention_backend, settings.model)
+        engine = Engine(settings, model, pool, attn, device)
+        phases["kv_pool"] = time.perf_counter() - start
+    return BuiltEngine(engine, num_pages, phases)
+
+
+def _load(settings: Settings, dtype: torch.dtype, device: torch.device, progress: bool) -> Decoder:
+    model = Decoder(settings.model, dtype=dtype, device=device)
+    if settings.source.load_format == "dummy":
+        seed = settings.engine.random_seed
+        model.load_weights(iter_dummy_weights(settings.model, seed=seed, dtype=dtype, device=device))
+    else:
+        model.load_weights(iter_weights(settings.source, settings.model, progress=progress))
+    return model

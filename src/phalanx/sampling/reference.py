@@ -1,0 +1,79 @@
+"""One row at a time, in float64 and plain Python: what `Sampler` must do. Slow; for tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.core.sampling_params import SamplingParams
+from phalanx.sampling.uniform import reference_uniform
+
+Float64 = npt.NDArray[np.float64]
+
+
+def adjusted_logits(
+    logits: Float64,
+    params: SamplingParams,
+    stop_ids: Sequence[int],
+    prompt: Sequence[int],
+    output: Sequence[int],
+) -> Float64:
+    """Raw logits [vocab] after penalties, bias and min_new_tokens."""
+    x = np.array(logits, np.float64)
+    for token in sorted({*prompt, *output}):
+        x[token] = (
+            x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        )
+        count = list(output).count(token)
+        x[token] -= count * params.frequency_penalty + (count > 0) * params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    if len(output) < params.min_new_tokens:
+        for token in stop_ids:
+            if 0 <= token < len(x):
+                x[token] = -math.inf
+    return x
+
+
+def distribution(adjusted: Float64, params: SamplingParams) -> Float64:
+    """Probabilities [vocab] to draw from, not renormalised after the filters. Not for greedy rows."""
+    scaled = (adjusted - adjusted.max()) / params.temperature
+    probs = np.exp(scaled)
+    probs /= probs.sum()
+    order = np.lexsort((np.arange(len(scaled)), -scaled))  # likeliest first, equal ones by token id
+    keep = np.zeros(len(scaled), bool)
+    mass = 0.0
+    for rank, token in enumerate(order):
+        in_top_k = params.top_k < 0 or rank < params.top_k
+        in_top_p = params.top_p >= 1 or rank == 0 or mass < params.top_p
+        keep[token] = in_top_k and in_top_p and probs[token] >= params.min_p * probs.max()
+        mass += probs[token]
+    return np.where(keep, probs, 0.0)
+
+
+def reference_sample(
+    logits: Float64,
+    params: SamplingParams,
+    *,
+    stop_ids: Sequence[int] = (),
+    prompt: Sequence[int] = (),
+    output: Sequence[int] = (),
+) -> int | None:
+    """The token of one row with raw logits [vocab] after these tokens; None if the logits are not finite.
+
+    `params.sampling_seed` must be set unless the row is greedy.
+    """
+    if np.isnan(logits).any() or not math.isfinite(logits.max()):
+        return None
+    adjusted = adjusted_logits(logits, params, stop_ids, prompt, output)
+    if not math.isfinite(adjusted.max()):
+        return None
+    if params.is_greedy:
+        return int(np.argmax(adjusted))
+    assert params.sampling_seed is not None
+    cumulative = np.cumsum(distribution(adjusted, params))
+    goal = reference_uniform(params.sampling_seed, len(output)) * cumulative[-1]
+    return int(np.searchsorted(cumulative, goal, side="right"))
