@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from phalanx.config.groups import ModelConfig
+
+_CACHE_LINE = 64
 
 
 class KVPool:
@@ -28,5 +33,15 @@ class KVPool:
         self.num_slots = num_pages * page_size
         shape = (self.num_slots, config.num_kv_heads, config.head_dim)
         # Zeros, not empty: a masked-out slot is multiplied by zero, and 0 * NaN is NaN.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.k = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.v = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the CPU they are NumPy's: memory is taken when a page is first written, not at the start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + _CACHE_LINE - 1, np.uint8)
+    start = -raw.ctypes.data % _CACHE_LINE  # torch aligns so, NumPy does not
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
