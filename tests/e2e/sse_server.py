@@ -1,6 +1,6 @@
 """A scripted HTTP server with known times, for tests of the load client.
 
-In a test, `with serving(respond) as server:` runs it in a thread; `respond(path, body, nth)` gives the `Reply`.
+In a test, `with serving(respond) as server:` runs it in a thread; `respond(path, body, nth)` gives a `Reply`.
 As a program (`python tests/e2e/sse_server.py --num-tokens 16 --interval-ms 5`) it streams SGLang-style
 answers of fixed length, prints its port on the first line, and ends when its stdin closes.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
 import resource
 import socket
@@ -33,12 +35,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Reply:
-    """A status, the timed pieces of its body, and how the body is framed: "chunked", "close" or "length"."""
+    """A status, the timed pieces of its body, and how the body is framed.
+
+    framing: "chunked", "length", "close" (the body ends with the connection) or "silent" (not even a head).
+    hold: nobody is answered until this many requests have come.
+    """
 
     steps: list[Step]
     status: int = 200
     framing: str = "chunked"
     keep_alive: bool = True
+    hold: int = 0
 
 
 Respond = Callable[[str, dict, int], Reply]
@@ -76,6 +83,7 @@ class Server:
     port: int = 0
     requests: list[tuple[str, dict]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
+    held: list[Callable[[], None]] = field(default_factory=list)
     num_open: int = 0
     num_accepted: int = 0
 
@@ -125,7 +133,12 @@ class _Connection(asyncio.Protocol):
         parsed = json.loads(body) if body else {}
         server.requests.append((path, parsed))
         server.heads.append(head)
-        self._start(server.respond(path, parsed, len(server.requests) - 1))
+        reply = server.respond(path, parsed, len(server.requests) - 1)
+        server.held.append(functools.partial(self._start, reply))
+        if len(server.requests) >= reply.hold:
+            for start in server.held:
+                start()
+            server.held.clear()
 
     def _start(self, reply: Reply) -> None:
         head = [f"HTTP/1.1 {reply.status} X", "Content-Type: text/event-stream"]
@@ -135,12 +148,20 @@ class _Connection(asyncio.Protocol):
             head.append(f"Content-Length: {sum(len(step.data) for step in reply.steps)}")
         if not reply.keep_alive or reply.framing == "close":
             head.append("Connection: close")
-        self._transport.write("\r\n".join(head).encode() + b"\r\n\r\n")
+        if reply.framing != "silent":
+            self._transport.write("\r\n".join(head).encode() + b"\r\n\r\n")
+        self._play(reply, 0, asyncio.get_running_loop().time())
+
+    def _play(self, reply: Reply, number: int, asked: float) -> None:
+        """Do the steps that are due; one timer for the rest, since timers of equal time have no order."""
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        for number, step in enumerate(reply.steps):
-            last = number == len(reply.steps) - 1
-            loop.call_at(now + step.at_ms / 1e3, self._do, reply, step, last)
+        while number < len(reply.steps):
+            step = reply.steps[number]
+            if asked + step.at_ms / 1e3 > loop.time():
+                loop.call_at(asked + step.at_ms / 1e3, self._play, reply, number, asked)
+                return
+            number += 1
+            self._do(reply, step, number == len(reply.steps))
 
     def _do(self, reply: Reply, step: Step, last: bool) -> None:
         if self._transport.is_closing():
@@ -197,10 +218,11 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-tokens", type=int, default=16)
     parser.add_argument("--interval-ms", type=float, default=5.0)
+    parser.add_argument("--hold", type=int, default=0)
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    reply = steady(args.num_tokens, args.interval_ms)
+    reply = dataclasses.replace(steady(args.num_tokens, args.interval_ms), hold=args.hold)
     with serving(lambda path, body, nth: reply) as server:
         print(server.port, flush=True)
         sys.stdin.read()

@@ -88,17 +88,11 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(request)
         return done
 
-    def abort(self, cause: str) -> None:
-        """Give up the request in flight, if any, and drop the connection."""
-        if self._record is not None:
-            self._fail(cause, may_retry=False)
+    def close(self) -> None:
+        """Drop the connection. A request still in flight is forgotten: its record is no longer touched."""
+        self._record = self._done = None
         if self._transport is not None:
             self._transport.abort()
-
-    def close(self) -> None:
-        """Close the idle connection."""
-        if self._transport is not None:
-            self._transport.close()
 
     # asyncio's calls
 
@@ -113,13 +107,15 @@ class ClientConnection(asyncio.Protocol):
         self._now = time.perf_counter()
         if self._record is None:
             # Bytes that nobody asked for: the connection cannot be trusted with another request.
-            self.abort("unexpected bytes")
+            self.close()
             return
         self._got_bytes = True
         try:
             self._parser.feed_data(data)  # type: ignore[union-attr]
         except httptools.HttpParserError as error:
-            self.abort(f"malformed HTTP response: {error}")
+            if self._record is not None:
+                self._fail(f"malformed HTTP response: {error}", may_retry=False)
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request in flight: complete if its body ran until the close, failed otherwise."""

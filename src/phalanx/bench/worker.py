@@ -162,10 +162,11 @@ class _Load:
         tasks = []
         for index, arrival in enumerate(arrivals):
             due = began + arrival
-            if (wait := due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            elif index % _START_BURST == 0:
+            if index % _START_BURST == 0:
                 await asyncio.sleep(0)
+            # More than once: libuv counts in whole milliseconds, so a timer may fire early.
+            while (wait := due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
             record = RawRecord(index, due)
             self._records.append(record)
             tasks.append(asyncio.create_task(self._serve(record)))
@@ -218,7 +219,7 @@ class _Load:
         if connection.reusable:
             self._idle.append(connection)
         else:
-            connection.abort("given up")
+            connection.close()
 
     async def _connect(self) -> ClientConnection:
         self._num_connections += 1
