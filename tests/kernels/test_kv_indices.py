@@ -42,16 +42,22 @@ def strided(values, dtype, every):
 @st.composite
 def problems(draw):
     page_size = draw(st.sampled_from([1, 1, 2, 3, 7, 16, 64]))
-    block = 128  # the kernel's narrowest block of columns, and four times it
-    widths = [1, block - 1, block, block + 1, 4 * block + 1, 1025]
-    width = draw(st.sampled_from(widths)) if page_size == 1 else draw(st.integers(1, 700))
+    block = 1024  # columns that one program of the Triton kernel takes at a time
+    widths = [1, 200, block - 1, block, block + 1, 2 * block + 1]
+    width = (
+        draw(st.sampled_from(widths))
+        if page_size == 1
+        else draw(st.integers(1, 700) | st.just(block * page_size + 1))
+    )
     num_rows = draw(st.integers(1, 5))
     bs = draw(st.integers(0, 6))
     starts, lens = [], []
     for _ in range(bs):
         start = draw(st.integers(0, width // page_size)) * page_size if draw(st.booleans()) else 0
         room = width - start
-        edges = [n for n in (0, 1, block - 1, block, block + 1, room) if n <= room]
+        edges = [
+            n for n in (0, 1, block - 1, block, block + 1, (block - 1) * page_size + 1, room) if n <= room
+        ]
         starts.append(start)
         lens.append(draw(st.sampled_from(edges) | st.integers(0, room)))
     return {
