@@ -6,6 +6,7 @@ Keys and their defaults are those of transformers' configuration classes.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def hf_model_config(folder: Path) -> ModelConfig:
     kv_heads = config.integer("num_key_value_heads", family.num_kv_heads or q_heads)
     if q_heads % kv_heads:
         raise config.error(f"{q_heads} query heads cannot share {kv_heads} key heads evenly")
-    bias = bool(config.get("attention_bias", False))
+    bias = config.flag("attention_bias")
     is_llama, is_qwen2 = architecture == "LlamaForCausalLM", architecture == "Qwen2ForCausalLM"
     is_qwen3 = architecture == "Qwen3ForCausalLM"
     return ModelConfig(
@@ -89,10 +90,10 @@ def hf_model_config(folder: Path) -> ModelConfig:
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=_rope(config, family),
         max_position_embeddings=_max_positions(config, family),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
         attention_bias=is_qwen2 or (bias and (is_llama or is_qwen3)),
         attention_out_bias=bias and (is_llama or is_qwen3),
-        mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
+        mlp_bias=is_llama and config.flag("mlp_bias"),
         qk_norm=is_qwen3,
         sliding_window=_sliding_window(config, family, architecture),
         eos_token_ids=_eos(config, generation, family),
@@ -124,6 +125,13 @@ class _Json:
         value = self.values.get(key)
         return default if value is None else value
 
+    def flag(self, key: str) -> bool:
+        """True or false; false where the key is missing or null."""
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, got {value!r}")
+        return value
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; required where there is no default."""
         value = self.get(key, default)
@@ -135,18 +143,18 @@ class _Json:
         return self.positive(key, self.get(key, default))
 
     def positive(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.error(f"{key} must be a positive number, got {value!r}")
         return float(value)
 
 
 def _architecture(config: _Json) -> str:
     names = config.get("architectures", [])
-    if not isinstance(names, list) or not names:
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise config.error("no architecture is named")
     if names[0] not in _FAMILIES:
         raise config.error(f"architecture {names[0]} is not built; known: {', '.join(_FAMILIES)}")
-    return str(names[0])
+    return names[0]
 
 
 def _refuse_unbuilt(config: _Json) -> None:
@@ -218,20 +226,22 @@ def _rope(config: _Json, family: _Family) -> RopeConfig:
 
 def _sliding_window(config: _Json, family: _Family, architecture: str) -> int | None:
     """The window if any layer uses it; a window on some layers alone bounds the context just the same."""
-    if family.sliding_window is None:
+    if family.sliding_window is None or config.values.get("sliding_window", family.sliding_window) is None:
         return None
+    window = config.integer("sliding_window", family.sliding_window)
     if architecture == "MistralForCausalLM":
-        window = config.values.get("sliding_window", family.sliding_window)
-        return None if window is None else config.integer("sliding_window", family.sliding_window)
-    if not config.get("use_sliding_window", False):
+        return window
+    if not config.flag("use_sliding_window"):
         return None
-    window = config.values.get("sliding_window", family.sliding_window)
     layer_types = config.get("layer_types", None)
-    if layer_types is not None:
-        slides = any(kind != "full_attention" for kind in layer_types)
-    else:
-        slides = config.get("max_window_layers", 28) < config.integer("num_hidden_layers")
-    return config.integer("sliding_window", family.sliding_window) if slides and window is not None else None
+    if layer_types is None:
+        first = config.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise config.error(f"max_window_layers must be an integer, got {first!r}")
+        return window if first < config.integer("num_hidden_layers") else None
+    if not isinstance(layer_types, list):
+        raise config.error(f"layer_types must be a list, got {layer_types!r}")
+    return window if any(kind != "full_attention" for kind in layer_types) else None
 
 
 def _eos(config: _Json, generation: _Json | None, family: _Family) -> tuple[int, ...]:

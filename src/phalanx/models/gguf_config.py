@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,19 @@ def gguf_model_config(path: Path) -> ModelConfig:
     hidden = meta.integer("embedding_length")
     if q_heads % kv_heads:
         raise meta.error(f"{q_heads} query heads cannot share {kv_heads} key heads evenly")
-    head_dim = meta.integer("attention.key_length", hidden // q_heads)
+    head_dim = meta.integer("attention.key_length", None if hidden % q_heads else hidden // q_heads)
+    if head_dim % 2:
+        raise meta.error(f"head_dim {head_dim} is odd; rotary embedding needs pairs")
     if meta.integer("attention.value_length", head_dim) != head_dim:
         raise meta.error("keys and values of different widths are not built")
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
         raise meta.error("rotary embedding over a part of the head is not built")
-    context = meta.integer("context_length")
+    vocab_size = meta.entry("token_embd.weight").shape[0]
+    # The end of the text, and the end of a turn where that is another token.
+    ends = [meta.token_id(key, vocab_size) for key in ("eos_token_id", "eot_token_id")]
     return ModelConfig(
         architecture=meta.architecture,
-        vocab_size=meta.entry("token_embd.weight").shape[0],
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=meta.integer("feed_forward_length"),
         num_layers=meta.integer("block_count"),
@@ -48,15 +53,15 @@ def gguf_model_config(path: Path) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=meta.number("attention.layer_norm_rms_epsilon", 1e-6),
         rope=_rope(meta, head_dim),
-        max_position_embeddings=context,
+        max_position_embeddings=meta.integer("context_length"),
         tie_word_embeddings="output.weight" not in meta.file.tensors,
         attention_bias="blk.0.attn_q.bias" in meta.file.tensors,
         attention_out_bias="blk.0.attn_output.bias" in meta.file.tensors,
         mlp_bias="blk.0.ffn_gate.bias" in meta.file.tensors,
         qk_norm=meta.architecture == "Qwen3ForCausalLM",
         sliding_window=meta.integer("attention.sliding_window", 0) or None,
-        eos_token_ids=meta.eos_token_ids(),
-        bos_token_id=meta.file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
+        bos_token_id=meta.token_id("bos_token_id", vocab_size),
         dtype=_DTYPES.get(meta.entry("blk.0.attn_q.weight").type, "bfloat16"),
     )
 
@@ -67,11 +72,11 @@ class _Metadata:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         name = file.metadata.get("general.architecture")
-        if name not in _ARCHITECTURES:
+        if not isinstance(name, str) or name not in _ARCHITECTURES:
             raise self.error(f"GGUF architecture {name} is not built; known: {', '.join(_ARCHITECTURES)}")
         self.prefix = name
         self.architecture = _ARCHITECTURES[name]
-        if file.metadata.get("split.count", 0) > 1:
+        if file.metadata.get("split.count", 0) not in (0, 1):
             raise self.error(
                 "a GGUF split over several files is not built; merge it (llama-gguf-split --merge)"
             )
@@ -98,7 +103,7 @@ class _Metadata:
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key, default)
-        if not isinstance(value, float) or not value > 0:
+        if not isinstance(value, float) or not 0 < value < math.inf:
             raise self.error(f"{self.prefix}.{key} must be a positive number, got {value!r}")
         # The file holds float32: the shortest decimal that means it (1e-05, not 9.99999974e-06).
         return float(str(np.float32(value)))
@@ -108,10 +113,12 @@ class _Metadata:
             raise self.error(f"tensor {name} is missing")
         return self.file.tensors[name]
 
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The end of text, then the end of a turn where that is another token."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return tuple(dict.fromkeys(self.file.metadata[key] for key in keys if key in self.file.metadata))
+    def token_id(self, key: str, vocab_size: int) -> int | None:
+        """The id under `tokenizer.ggml.<key>`, or None."""
+        value = self.file.metadata.get(f"tokenizer.ggml.{key}")
+        if value is not None and (not isinstance(value, int) or not 0 <= value < vocab_size):
+            raise self.error(f"{key} {value!r} is no token id (vocabulary of {vocab_size})")
+        return value
 
 
 def _rope(meta: _Metadata, head_dim: int) -> RopeConfig:
@@ -122,10 +129,11 @@ def _rope(meta: _Metadata, head_dim: int) -> RopeConfig:
         if kind != "none":
             raise meta.error(f"{ROPE_FREQS} together with rope scaling {kind!r} is not built")
         return _rope_from_factors(meta, theta, head_dim, factors)
-    if kind == "none":
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))  # new name, old name
+    if kind == "none" and meta.get("rope.scale_linear", 1.0) == 1.0:
         return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=meta.number("rope.scaling.factor", 1.0))
+    if kind in ("none", "linear"):
+        return RopeConfig(theta=theta, kind="linear", factor=factor)
     raise meta.error(f"rope scaling {kind!r} is not built; known: none, linear, and Llama 3.1's factors")
 
 

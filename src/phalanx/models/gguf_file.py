@@ -233,6 +233,8 @@ class _Reader:
         if not 1 <= num_dims <= _MAX_DIMS:
             raise ModelError(f"{self.path}: tensor {name} has {num_dims} dimensions")
         shape = tuple(reversed([self.number("Q") for _ in range(num_dims)]))
+        if 0 in shape:
+            raise ModelError(f"{self.path}: tensor {name} is empty")
         return name, shape, self.number("I"), self.number("Q")
 
     def tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> GGUFTensor:
