@@ -51,7 +51,7 @@ class EngineReady:
     """Engine to worker: the model is loaded.
 
     info: facts known only after loading, JSON-like. The worker reads "pid" (the engine's process id, watched
-    so that its death is noticed at once) and "max_total_num_tokens" (KV pool, tokens) where present.
+    to notice its death at once) and "max_request_tokens" (the most tokens one request can hold), if present.
     """
 
     info: dict[str, Any] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""HTTP: schema, routes, streams."""
+"""The HTTP side: one API worker process, `python -m phalanx.server`, started by the launcher."""

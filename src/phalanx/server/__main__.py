@@ -1,0 +1,103 @@
+"""`python -m phalanx.server`: one API worker on a listening socket that the launcher bound."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import uvicorn
+
+from phalanx.config.groups import Settings
+from phalanx.core.errors import PhalanxError
+from phalanx.runtime.channels import WorkerChannel
+from phalanx.runtime.process import die_with_parent, setup_logging
+from phalanx.server.app import Application
+from phalanx.server.state import build_worker
+from phalanx.text.tokenizer import load_tokenizer
+
+_BACKLOG = 4096
+_MAX_FILES = 2**20
+_KEEP_ALIVE_S = 120  # a client that keeps connections for a minute is never met by a closing one
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one: every client is a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM; exit code 0 then, 2 if the tokenizer or the run directory is of no use."""
+    parser = argparse.ArgumentParser(prog="python -m phalanx.server")
+    parser.add_argument("--settings", type=Path, required=True)
+    parser.add_argument("--worker-id", type=int, required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--ipc-dir", type=Path, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent_pid)
+    raise_file_limit()
+    settings = msgspec.json.decode(args.settings.read_bytes(), type=Settings)
+    setup_logging(settings.server.log_level, f"api-{args.worker_id}")
+    try:
+        application = _build(settings, args.worker_id, args.ipc_dir)
+    except PhalanxError as error:
+        print(f"phalanx: error: {error}", file=sys.stderr)
+        return 2
+    serve(application, socket.socket(fileno=args.fd), log_level=settings.server.log_level)
+    return 0
+
+
+def _build(settings: Settings, worker_id: int, ipc_dir: Path) -> Application:
+    tokenizer = None
+    if not settings.server.skip_tokenizer_init:
+        tokenizer = load_tokenizer(
+            settings.source.tokenizer_path,
+            vocab_size=settings.model.vocab_size,
+            chat_template=settings.server.chat_template,
+        )
+    channel = WorkerChannel(str(ipc_dir), worker_id)
+    return Application(build_worker(settings, worker_id, channel, tokenizer))
+
+
+def serve(application: Application, listener: socket.socket, *, log_level: str = "info") -> None:
+    """Run uvicorn on the socket until SIGTERM or SIGINT; running requests are finished first."""
+    # Uvicorn raises the signal again after its clean end; a worker that was asked to stop exits with 0.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)
+    config = uvicorn.Config(
+        application,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        log_level=log_level if log_level == "debug" else "warning",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        backlog=_BACKLOG,
+        server_header=False,
+    )
+    # What lives now lives to the end: keep the collector from walking it at every full collection.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    logging.getLogger(__name__).debug("signal %d", number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""From what goes wrong with a request to OpenAI's error body."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from phalanx.core.errors import RequestError
+
+T = TypeVar("T")
+
+_AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+
+
+def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The request body as the decoder's type.
+
+    Raises:
+        RequestError: 400 that names the field at fault.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+def _invalid_field(text: str) -> RequestError:
+    match = _AT.match(text)
+    what, path = (match["what"], match["path"]) if match else (text, "")
+    missing = _MISSING.search(what)
+    if missing:
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+        what = "is required"
+    elif not path:
+        return RequestError(f"the body is not valid: {what}", code="invalid_value")
+    return RequestError(f"{path}: {what}", param=path, code="invalid_value")
+
+
+def refuse_unsupported(body: Any, names: Iterable[str]) -> None:
+    """Raise a 400 for a field of `body` that is known, asked for, and cannot be honoured.
+
+    None, false, 0 and empty values ask for nothing.
+    """
+    for name in names:
+        if getattr(body, name) not in (None, False, 0, "", [], {}):
+            raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The same error, told with the names that this route's clients use."""
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    message = error.message
+    if error.param and message.startswith(error.param):
+        message = name + message.removeprefix(error.param)
+    return RequestError(message, status=error.status, param=name, code=error.code)
+
+
+def error_event(status: int, message: str) -> dict[str, Any]:
+    """The error that stands inside a stream whose 200 is already sent (SGLang adds `retryable`)."""
+    body = RequestError(message, status=status).body()
+    return {"error": {**body["error"], "code": status, "retryable": status == 503}}

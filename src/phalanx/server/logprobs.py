@@ -1,0 +1,84 @@
+"""Log-probabilities of one sequence, gathered step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from phalanx.core.step import TokenLogprobs
+
+
+@dataclass(slots=True)
+class Positions:
+    """Log-probabilities at consecutive positions; `top`, `asked`: (log-probability, token id) pairs."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[float, int]]] = field(default_factory=list)
+    asked: list[list[tuple[float, int]]] = field(default_factory=list)
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from `length` on."""
+        for column in (self.token_ids, self.logprobs, self.top, self.asked):
+            del column[length:]
+
+
+@dataclass(slots=True)
+class LogprobLog:
+    """Of the prompt, from the first position that has one, and of the output."""
+
+    prompt: Positions = field(default_factory=Positions)
+    output: Positions = field(default_factory=Positions)
+
+
+def record(logprobs: TokenLogprobs, find: Callable[[int], Positions | None]) -> None:
+    """Hand each position to its stream.
+
+    find: index into the step's rows -> where to put it, or None if nobody wants it any more.
+    """
+    token_ids, values = logprobs.token_ids.tolist(), logprobs.logprobs.tolist()
+    top = _pairs(logprobs.top_indptr.tolist(), logprobs.top_ids.tolist(), logprobs.top_logprobs.tolist())
+    asked = _pairs(logprobs.ids_indptr.tolist(), logprobs.ids.tolist(), logprobs.ids_logprobs.tolist())
+    for i, row in enumerate(logprobs.index.tolist()):
+        positions = find(row)
+        if positions is not None:
+            positions.token_ids.append(token_ids[i])
+            positions.logprobs.append(values[i])
+            positions.top.append(top[i])
+            positions.asked.append(asked[i])
+
+
+def _pairs(
+    indptr: Sequence[int], ids: Sequence[int], values: Sequence[float]
+) -> list[list[tuple[float, int]]]:
+    return [list(zip(values[a:b], ids[a:b], strict=True)) for a, b in pairwise(indptr)]
+
+
+class TokenTexts:
+    """Names of single tokens for log-probabilities.
+
+    Args:
+        to_bytes: the bytes of one id; None without a tokenizer.
+    """
+
+    def __init__(self, to_bytes: Callable[[int], bytes] | None) -> None:
+        self._to_bytes = to_bytes
+
+    def text(self, token_id: int) -> str | None:
+        """The token's text; None without a tokenizer."""
+        return None if self._to_bytes is None else self._to_bytes(token_id).decode("utf-8", "replace")
+
+    def key(self, token_id: int) -> str:
+        """The token's name in completions; bytes that are no text by themselves are spelled out."""
+        raw = b"" if self._to_bytes is None else self._to_bytes(token_id)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """OpenAI's chat entry: token, logprob, bytes."""
+        raw = b"" if self._to_bytes is None else self._to_bytes(token_id)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}

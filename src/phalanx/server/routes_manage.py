@@ -1,0 +1,212 @@
+"""The routes that generate nothing: health, facts, tokenization, management. Plain FastAPI."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from phalanx.core.errors import RequestError
+from phalanx.core.sampling_params import SamplingParams
+from phalanx.server.calls import Ask, make_streams, new_call, run_call
+from phalanx.server.errors import decode_json
+from phalanx.server.facts import kv_cache, model_card, model_info, server_info
+from phalanx.server.form_generate import GenerateForm
+from phalanx.server.metrics import render
+from phalanx.server.response import Message, read_body
+from phalanx.server.response import Response as StreamResponse
+from phalanx.server.schema_generate import AbortBody, DetokenizeBody, TokenizeBody
+from phalanx.server.state import Worker
+
+_HEALTH_GENERATE_S = 20.0
+_FLUSH_POLL_S = 0.1
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+_abort_decoder = msgspec.json.Decoder(AbortBody)
+
+
+def build_router(worker: Worker) -> APIRouter:
+    """All routes, bound to one worker."""
+    router = APIRouter()
+    _add_health(router, worker)
+    _add_facts(router, worker)
+    _add_text(router, worker)
+    _add_management(router, worker)
+    return router
+
+
+def _add_health(router: APIRouter, worker: Worker) -> None:
+    @router.get("/health", summary="200 when the engine can take requests, 503 otherwise")
+    async def health() -> Response:
+        worker.engine.require_alive()
+        return Response(status_code=200)
+
+    @router.get("/health_generate", summary="200 after one token was generated, else 503")
+    async def health_generate() -> Response:
+        worker.engine.require_alive()
+        await _generate_one_token(worker)
+        return Response(status_code=200)
+
+
+async def _generate_one_token(worker: Worker) -> None:
+    """Run a one-token request through the engine, without HTTP.
+
+    Raises:
+        RequestError: 503 if it does not come in time, or fails.
+    """
+    done = asyncio.Event()
+    failed: list[int] = []
+
+    async def receive() -> Message:
+        await done.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] != 200:
+            failed.append(message["status"])
+        if message["type"] == "http.response.body":
+            done.set()
+
+    form = GenerateForm(
+        has_text=False, is_list=False, is_incremental=False, texts=None, with_prompt_ids=False
+    )
+    call = new_call(form, StreamResponse(send), is_stream=False)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    make_streams(worker, call, [Ask([0], sampling, rid="HEALTH_CHECK")])
+    try:
+        await asyncio.wait_for(run_call(worker, call, receive), _HEALTH_GENERATE_S)
+    except TimeoutError:
+        raise RequestError("the engine generated nothing in time", status=503) from None
+    if failed:
+        raise RequestError("the engine failed to generate", status=503)
+
+
+def _add_facts(router: APIRouter, worker: Worker) -> None:
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card(worker)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        worker.check_model(model)
+        return model_card(worker)
+
+    @router.get("/model_info")
+    @router.get("/get_model_info", include_in_schema=False)
+    async def get_model_info() -> dict[str, Any]:
+        return model_info(worker)
+
+    @router.get("/server_info")
+    @router.get("/get_server_info", include_in_schema=False)
+    async def get_server_info() -> dict[str, Any]:
+        reply = await worker.engine.control("stats")
+        return server_info(worker, reply.data)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> PlainTextResponse:
+        reply = await worker.engine.control("stats")
+        settings = worker.settings
+        text = render(
+            reply.data,
+            model=settings.server.served_model_name,
+            max_running_requests=settings.scheduler.max_running_requests,
+        )
+        return PlainTextResponse(text)
+
+
+def _add_text(router: APIRouter, worker: Worker) -> None:
+    @router.post("/tokenize")
+    @router.post("/v1/tokenize", include_in_schema=False)
+    async def tokenize(request: Request) -> dict[str, Any]:
+        raw = await _body(request, worker)
+        body = decode_json(_tokenize_decoder, raw)
+        worker.check_model(body.model)
+        tokenizer = worker.require_tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give exactly one of prompt and messages", param="prompt")
+        tokens: list[Any]
+        if body.messages is not None:
+            tokens = await worker.offload(
+                len(raw),
+                tokenizer.apply_chat_template,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+            )
+        else:
+            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+            tokens = await worker.offload(
+                len(raw), tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens
+            )
+        many = isinstance(body.prompt, list)
+        if isinstance(body.prompt, str):
+            tokens = tokens[0]
+        count = [len(ids) for ids in tokens] if many else len(tokens)
+        return {
+            "tokens": tokens,
+            "count": count,
+            "max_model_len": worker.settings.scheduler.context_length,
+        }
+
+    @router.post("/detokenize")
+    @router.post("/v1/detokenize", include_in_schema=False)
+    async def detokenize(request: Request) -> dict[str, Any]:
+        raw = await _body(request, worker)
+        body = decode_json(_detokenize_decoder, raw)
+        worker.check_model(body.model)
+        tokenizer = worker.require_tokenizer()
+        lists = [x for x in body.tokens if isinstance(x, list)]
+        if lists and len(lists) != len(body.tokens):
+            raise RequestError("tokens mixes ids and lists of ids", param="tokens")
+        each = lists or [[x for x in body.tokens if isinstance(x, int)]]
+        for ids in each:
+            _check_ids(worker, ids)
+        texts = [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in each]
+        return {"text": texts if lists else texts[0]}
+
+
+def _check_ids(worker: Worker, ids: list[int]) -> None:
+    for token in ids:
+        if not 0 <= token < worker.settler.vocab_size:
+            raise RequestError(
+                f"token id {token} is outside the vocabulary of {worker.settler.vocab_size} ids",
+                param="tokens",
+            )
+
+
+def _add_management(router: APIRouter, worker: Worker) -> None:
+    @router.api_route("/flush_cache", methods=["GET", "POST"], response_class=PlainTextResponse)
+    async def flush_cache(timeout: float = 0.0) -> PlainTextResponse:
+        deadline = time.monotonic() + timeout
+        while True:
+            reply = await worker.engine.control("flush_cache")
+            if reply.ok:
+                return PlainTextResponse("Cache flushed.\n")
+            if time.monotonic() >= deadline:
+                reason = reply.data.get("message", "the engine is busy")
+                raise RequestError(f"the cache was not flushed: {reason}", code="busy")
+            await asyncio.sleep(_FLUSH_POLL_S)
+
+    @router.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        body = decode_json(_abort_decoder, await _body(request, worker))
+        if not body.abort_all and not body.rid:
+            raise RequestError("give rid, or abort_all: true", param="rid")
+        # The request may live in another worker: all of them are told, this one too.
+        args = {"op": "abort", "rid": body.rid, "abort_all": body.abort_all}
+        await worker.engine.control("relay", args)
+        return Response(status_code=200)
+
+    @router.get("/kv_cache", summary="Pages of the KV pool, for conservation checks")
+    async def get_kv_cache() -> JSONResponse:
+        reply = await worker.engine.control("stats")
+        return JSONResponse(kv_cache(reply.data))
+
+
+async def _body(request: Request, worker: Worker) -> bytes:
+    raw = await read_body(request.receive, worker.settings.server.max_body_bytes)
+    return b"" if raw is None else raw

@@ -1,0 +1,150 @@
+"""The bodies of /v1/chat/completions and /v1/completions. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from phalanx.core.errors import RequestError
+from phalanx.server.errors import refuse_unsupported
+
+# Known here or in other engines, and not built: refused by name when asked for.
+_UNSUPPORTED = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "lora_path",
+    "session_params",
+    "beam_width",
+    "use_beam_search",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "stop_regex",
+    "priority",
+)
+_UNSUPPORTED_CHAT = (
+    "audio",
+    "functions",
+    "function_call",
+    "continue_final_message",
+    "chat_template",
+    "web_search_options",
+)
+_UNSUPPORTED_COMPLETION = ("suffix",)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """include_usage: one more chunk before [DONE], with the counts."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class OpenAIBody(msgspec.Struct, kw_only=True):
+    """What both routes share: OpenAI's names, then the extensions."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    rid: str | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    beam_width: Any = None
+    use_beam_search: Any = None
+    custom_logit_processor: Any = None
+    return_hidden_states: Any = None
+    stop_regex: Any = None
+    priority: Any = None
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    continue_final_message: Any = None
+    chat_template: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(OpenAIBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+def check_supported(body: ChatBody | CompletionBody) -> None:
+    """Raise a 400 that names what is asked for and not built."""
+    refuse_unsupported(body, _UNSUPPORTED)
+    kind = (body.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise _unsupported("response_format", f"of type {kind!r}")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise _unsupported("stream_options.continuous_usage_stats")
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+    if isinstance(body, CompletionBody):
+        refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
+        if body.best_of is not None and body.best_of > 1:
+            raise _unsupported("best_of", "above 1")
+        return
+    refuse_unsupported(body, _UNSUPPORTED_CHAT)
+    if body.modalities and body.modalities != ["text"]:
+        raise _unsupported("modalities", "other than text")
+    if isinstance(body.tool_choice, dict) or body.tool_choice not in (None, "none", "auto"):
+        raise _unsupported("tool_choice", "that forces a tool")
+
+
+def _unsupported(name: str, what: str = "") -> RequestError:
+    detail = f"{name} {what}".strip()
+    return RequestError(f"{detail} is not supported", param=name, code="unsupported_parameter")

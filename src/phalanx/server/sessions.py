@@ -1,0 +1,100 @@
+"""What a worker remembers of a request while it runs: a Call, and one OutputStream per output sequence."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from phalanx.core.request import EngineRequest
+from phalanx.server.logprobs import LogprobLog
+from phalanx.server.response import Response
+from phalanx.text.output import FinishReason, TextStream
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """One output sequence.
+
+    Attributes:
+        index: its place in the response: prompt number * n + output number.
+        rid: the request's name for `/abort_request` and in `meta_info`.
+        num_sent: ids that earlier chunks told the client about.
+        unsent_text: text since the last chunk.
+        error: (HTTP status, message) if it failed.
+        has_started: a chunk of it was written.
+        text_offset: characters of its tokens told so far, for completions' log-probabilities.
+        head, prefix, sent_json, sent_ids_json: bytes that its next event repeats (see GenerateForm).
+    """
+
+    call: Call
+    index: int
+    rid: str
+    request: EngineRequest
+    text: TextStream
+    logprobs: LogprobLog | None = None
+    num_sent: int = 0
+    unsent_text: str = ""
+    finish: FinishReason | None = None
+    error: tuple[int, str] | None = None
+    has_started: bool = False
+    text_offset: int = 0
+    head: bytes = b""
+    prefix: bytes = b""
+    sent_json: bytearray = field(default_factory=bytearray)
+    sent_ids_json: bytearray = field(default_factory=bytearray)
+
+    @property
+    def stream_id(self) -> int:
+        """The engine's name for it."""
+        return self.request.stream_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt length, in tokens."""
+        return len(self.request.input_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output length so far, in tokens."""
+        return len(self.text.output_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        form: writes its answers in the route's shape.
+        is_stream: answer token by token.
+        streams: its sequences, by index.
+        num_open: sequences not finished yet.
+        waiting: sequences with something to say that a blocked response could not take.
+    """
+
+    form: Form
+    response: Response
+    is_stream: bool
+    streams: list[OutputStream] = field(default_factory=list)
+    num_open: int = 0
+    waiting: dict[int, OutputStream] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+
+
+class Form(Protocol):
+    """The shape of a route's answers."""
+
+    fails_whole: bool
+    """One failed sequence fails the whole response (OpenAI), or is told in its place (SGLang)."""
+
+    def chunk(self, stream: OutputStream) -> bytes:
+        """Events for what `stream` has not told yet, its end included; may be empty."""
+        ...
+
+    def tail(self, call: Call) -> bytes:
+        """Events that end a stream."""
+        ...
+
+    def whole(self, call: Call) -> bytes:
+        """The JSON body of a response that is not streamed."""
+        ...

@@ -1,0 +1,130 @@
+"""What the routes of one worker share, made once at start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from phalanx.config.groups import Settings
+from phalanx.core.errors import RequestError
+from phalanx.core.request import WORKER_SHIFT
+from phalanx.core.settle import Settler
+from phalanx.messages import Control
+from phalanx.runtime.channels import WorkerEnd
+from phalanx.server.engine_client import EngineClient
+from phalanx.server.logprobs import TokenTexts
+from phalanx.server.stream import Dispatcher
+from phalanx.text.detokenizer import Detokenizer
+from phalanx.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+# Text of this size tokenizes in about a millisecond; more goes to a thread, so that streams do not wait.
+INLINE_BYTES = 8192
+
+
+@dataclass(slots=True)
+class Worker:
+    """The parts of one API worker. tokenizer, detokenizer: None with skip_tokenizer_init."""
+
+    settings: Settings
+    worker_id: int
+    tokenizer: Tokenizer | None
+    detokenizer: Detokenizer | None
+    token_texts: TokenTexts
+    settler: Settler
+    engine: EngineClient
+    dispatcher: Dispatcher
+    threads: ThreadPoolExecutor
+    started_at_s: float
+    next_stream: int = 0
+
+    def stream_ids(self, count: int) -> list[int]:
+        """`count` new stream ids."""
+        first = self.worker_id << WORKER_SHIFT | self.next_stream
+        self.next_stream += count
+        return list(range(first, first + count))
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer, or a 400 if the server runs without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "this server runs with skip_tokenizer_init and knows no text: use /generate with input_ids",
+                code="no_tokenizer",
+            )
+        return self.tokenizer
+
+    async def offload(self, size_bytes: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call the function here if the input is small, else in a thread."""
+        if size_bytes <= INLINE_BYTES:
+            return function(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
+
+    def check_model(self, model: str | None) -> None:
+        """Raise a 404 unless `model` is what is served, "default" or not given."""
+        served = self.settings.server.served_model_name
+        if model not in (None, "", "default", served):
+            raise RequestError(
+                f"the model {model!r} does not exist; this server serves {served!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def close(self) -> None:
+        """Stop threads and channel."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()
+
+
+def build_worker(
+    settings: Settings, worker_id: int, channel: WorkerEnd, tokenizer: Tokenizer | None
+) -> Worker:
+    """Wire up one worker."""
+    eos = settings.model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ())
+    settler = Settler(
+        vocab_size=settings.model.vocab_size,
+        context_length=settings.scheduler.context_length,
+        eos_token_ids=eos,
+        seed_source=settings.engine.random_seed,
+        worker=worker_id,
+    )
+    dispatcher = Dispatcher(
+        abort=lambda ids: engine.abort(ids),  # the engine client is made below: each knows the other
+        stream_interval=settings.server.stream_interval,
+    )
+
+    def on_ready(info: dict[str, Any]) -> None:
+        pool = info.get("max_request_tokens")
+        if isinstance(pool, int):
+            settler.max_request_tokens = pool
+
+    def on_control(message: Control) -> None:
+        if message.op == "abort":
+            rid = None if message.args.get("abort_all") else message.args.get("rid")
+            dispatcher.abort_matching(rid)
+
+    engine = EngineClient(
+        channel,
+        on_outputs=dispatcher.on_outputs,
+        on_death=lambda reason: dispatcher.fail_all(503, reason),
+        on_control=on_control,
+        on_ready=on_ready,
+    )
+    return Worker(
+        settings=settings,
+        worker_id=worker_id,
+        tokenizer=tokenizer,
+        detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
+        token_texts=TokenTexts(None if tokenizer is None else tokenizer.id_to_bytes),
+        settler=settler,
+        engine=engine,
+        dispatcher=dispatcher,
+        threads=ThreadPoolExecutor(1, thread_name_prefix="tokenize"),
+        started_at_s=time.time(),
+    )

@@ -1,0 +1,210 @@
+"""The dispatcher: walks each step's arrays once and writes every stream's bytes itself.
+
+No task, queue or event per stream. What comes while a client's buffer is full is joined into its next chunk;
+what comes in several messages at once is joined per stream before it is written. Text is never lost or
+reordered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from phalanx.core.errors import RequestError
+from phalanx.core.step import Finish, StepOutputs, TokenLogprobs
+from phalanx.server.errors import error_event
+from phalanx.server.logprobs import Positions, record
+from phalanx.server.response import encode_json
+from phalanx.server.sessions import Call, OutputStream
+from phalanx.text.output import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Owns the running streams of one worker.
+
+    Args:
+        abort: ends streams in the engine.
+        stream_interval: a chunk carries at least this many tokens, the first and last excepted.
+    """
+
+    def __init__(self, *, abort: Callable[[list[int]], None], stream_interval: int = 1) -> None:
+        self._abort = abort
+        self._interval = stream_interval
+        self._streams: dict[int, OutputStream] = {}
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences that are running or queued."""
+        return len(self._streams)
+
+    def register(self, call: Call) -> None:
+        """Take on a call whose streams are complete."""
+        call.num_open = len(call.streams)
+        call.response.on_writable = lambda: self._flush(call)
+        for stream in call.streams:
+            self._streams[stream.stream_id] = stream
+
+    def drop(self, call: Call) -> None:
+        """The client is gone or answered: end what still runs."""
+        self._release([s for s in call.streams if s.finish is None])
+        call.response.ended = True
+
+    def _release(self, streams: Iterable[OutputStream]) -> None:
+        """Forget streams and end them in the engine."""
+        ids = [s.stream_id for s in streams if self._streams.pop(s.stream_id, None) is not None]
+        if ids:
+            self._abort(ids)
+
+    def abort_matching(self, rid: str | None) -> None:
+        """End the streams whose rid begins with `rid` (None: all), and tell their clients."""
+        for stream in list(self._streams.values()):
+            if stream.finish is None and (rid is None or stream.rid.startswith(rid)):
+                self._release([stream])
+                self._advance(stream, [], Finish.ABORT)
+
+    def fail_all(self, status: int, message: str) -> None:
+        """End every stream with an error."""
+        for stream in list(self._streams.values()):
+            stream.error = (status, message)
+            self._guarded(stream, [], Finish.ERROR)
+
+    def on_outputs(self, steps: list[StepOutputs]) -> None:
+        """Take the steps that have come, oldest first."""
+        for step in steps:
+            for stream_id, status, message in step.errors:
+                if stream_id in self._streams:
+                    self._streams[stream_id].error = (status, message)
+            if step.logprobs is not None:
+                self._record(step, step.logprobs, is_prompt=False)
+            if step.prompt_logprobs is not None:
+                self._record(step, step.prompt_logprobs, is_prompt=True)
+        find = self._streams.get
+        for stream_id, ids, finish in _rows(steps):
+            stream = find(stream_id)
+            if stream is not None:
+                self._guarded(stream, ids, finish)
+        for step in steps:
+            for stream_id, _, _ in step.errors:
+                if stream_id in self._streams:  # an error without a row of its own
+                    self._guarded(self._streams[stream_id], [], Finish.ERROR)
+
+    def _record(self, step: StepOutputs, logprobs: TokenLogprobs, *, is_prompt: bool) -> None:
+        stream_ids = step.stream_ids.tolist()
+
+        def find(row: int) -> Positions | None:
+            stream = self._streams.get(stream_ids[row])
+            if stream is None or stream.logprobs is None:
+                return None
+            return stream.logprobs.prompt if is_prompt else stream.logprobs.output
+
+        record(logprobs, find)
+
+    def _guarded(self, stream: OutputStream, ids: list[int], finish: int) -> None:
+        """A fault in one stream ends that stream alone."""
+        try:
+            self._advance(stream, ids, finish)
+        except Exception:
+            logger.exception("stream %d failed", stream.stream_id)
+            self._release([stream])
+            call = stream.call
+            stream.error = stream.error or (500, "internal error")
+            stream.finish = FinishReason("error")
+            self._fail_call(call, stream)
+
+    def _advance(self, stream: OutputStream, ids: list[int], finish: int) -> None:
+        delta = stream.text.push(ids, finish)
+        call = stream.call
+        if delta.finish_reason is not None:
+            self._end(stream, delta.finish_reason, finish)
+        if not call.is_stream:
+            if stream.finish is not None:
+                self._finish_whole(call, stream)
+            return
+        if delta.text:
+            stream.unsent_text += delta.text
+        if stream.finish is None and stream.has_started and self._interval > 1:
+            if len(stream.text.output_ids) - stream.num_sent < self._interval:
+                return
+        if call.response.blocked:
+            call.waiting[stream.index] = stream
+        else:
+            self._write(call, (stream,))
+
+    def _end(self, stream: OutputStream, reason: FinishReason, finish: int) -> None:
+        stream.finish = reason
+        stream.call.num_open -= 1
+        if stream.logprobs is not None:  # tokens past a stop string leave none behind
+            stream.logprobs.output.truncate(stream.num_output_tokens)
+        if finish == Finish.NONE:  # found here, by a stop string: the engine does not know yet
+            self._release([stream])
+        else:
+            self._streams.pop(stream.stream_id, None)
+
+    def _finish_whole(self, call: Call, stream: OutputStream) -> None:
+        alone = len(call.streams) == 1 or call.form.fails_whole
+        if stream.error is not None and alone:
+            self._fail_call(call, stream)
+        elif call.num_open == 0:
+            call.response.write_whole(200, call.form.whole(call))
+
+    def _write(self, call: Call, streams: Iterable[OutputStream]) -> None:
+        """One write for everything that these streams have to say."""
+        parts = []
+        for stream in streams:
+            if stream.error is not None and stream.finish is not None:
+                if len(call.streams) == 1 or call.form.fails_whole:
+                    self._fail_call(call, stream)
+                    return
+            part = call.form.chunk(stream)
+            if part:
+                parts.append(part)
+                stream.has_started = True
+        if call.num_open == 0:
+            parts.append(call.form.tail(call))
+        if parts:
+            call.response.write_event(b"".join(parts), more=call.num_open > 0)
+
+    def _flush(self, call: Call) -> None:
+        """The client can take more."""
+        waiting, call.waiting = call.waiting, {}
+        if waiting:
+            self._write(call, waiting.values())
+
+    def _fail_call(self, call: Call, stream: OutputStream) -> None:
+        """Answer with the error of one stream and end the others."""
+        self._release([s for s in call.streams if s.finish is None])
+        status, message = stream.error or (500, "internal error")
+        if not call.response.started:
+            call.response.write_error(RequestError(message, status=status))
+        elif not call.response.blocked:
+            event = b"data: " + encode_json(error_event(status, message)) + b"\n\ndata: [DONE]\n\n"
+            call.response.write_event(event, more=False)
+        else:
+            call.waiting[stream.index] = stream
+
+
+def _rows(steps: list[StepOutputs]) -> Iterable[tuple[int, list[int], int]]:
+    """(stream id, its new ids, finish) of these steps; joined per stream if there are several steps."""
+    if len(steps) == 1:
+        step = steps[0]
+        for stream_id, token, finish in zip(
+            step.stream_ids.tolist(), step.tokens.tolist(), step.finish.tolist(), strict=True
+        ):
+            yield stream_id, ([token] if token >= 0 else []), finish
+        return
+    joined: dict[int, list[Any]] = {}
+    for step in steps:
+        for stream_id, token, finish in zip(
+            step.stream_ids.tolist(), step.tokens.tolist(), step.finish.tolist(), strict=True
+        ):
+            entry = joined.get(stream_id)
+            if entry is None:
+                entry = joined[stream_id] = [[], 0]
+            if token >= 0:
+                entry[0].append(token)
+            entry[1] = finish
+    for stream_id, (ids, finish) in joined.items():
+        yield stream_id, ids, finish
