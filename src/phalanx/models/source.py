@@ -100,6 +100,8 @@ def _find_in_folder(folder: Path, load_format: str) -> tuple[str, str]:
         return "gguf", str(_gguf_file(ggufs[0]))
     if ggufs:
         raise ModelError(f"{folder} holds {len(ggufs)} .gguf files; name one of them")
+    if load_format == "gguf":
+        raise ModelError(f"{folder} holds no .gguf file")
     if not has_config:
         raise ModelError(f"{folder} has no config.json and no .gguf file: not a model folder")
     raise ModelError(f"{folder} has a config.json but no weights (.safetensors or .gguf)")
