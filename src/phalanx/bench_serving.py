@@ -13,10 +13,10 @@ from pathlib import Path
 from phalanx.bench.args import add_arguments
 from phalanx.bench.datasets import TokenizerLike
 from phalanx.bench.errors import BenchError
-from phalanx.bench.run import run
+from phalanx.bench.run import run as run_benchmark
 from phalanx.core.errors import ConfigError, ModelError
 
-__all__ = ["add_arguments", "load_named_tokenizer", "main", "run_command"]
+__all__ = ["add_arguments", "load_named_tokenizer", "main", "run"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="phalanx.bench_serving", description="Benchmark an LLM server over HTTP.", allow_abbrev=False
     )
     add_arguments(parser)
-    return run_command(parser.parse_args(argv))
+    return run(parser.parse_args(argv))
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run with arguments parsed by a parser that `add_arguments` filled; errors become one line on stderr."""
     try:
-        return run(args, load_named_tokenizer)
+        return run_benchmark(args, load_named_tokenizer)
     except BenchError as error:
         message, exit_code = str(error), error.exit_code
     except (ConfigError, ModelError) as error:

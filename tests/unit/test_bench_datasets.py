@@ -270,14 +270,15 @@ def test_native_body() -> None:
 
 def test_openai_bodies() -> None:
     completions = body("vllm")
-    assert completions["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    assert completions["stream_options"] == {"include_usage": True}
     assert (completions["prompt"], completions["max_tokens"], completions["ignore_eos"]) == ("hi", 7, True)
     conversation_body = body("sglang-oai-chat")
     assert conversation_body["messages"] == [{"role": "user", "content": "hi"}]
     assert conversation_body["max_completion_tokens"] == 7
     plain = body("openai")
     assert "ignore_eos" not in plain
-    assert plain["stream_options"] == {"include_usage": True}
+    exact = body("vllm", extra_body={"stream_options": {"continuous_usage_stats": True}})
+    assert exact["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
     assert "stream_options" not in body("openai", stream=False)
 
 

@@ -12,8 +12,8 @@ import json
 import math
 from typing import Any
 
-from .backends import BACKENDS
-from .errors import BenchError
+from phalanx.bench.backends import BACKENDS
+from phalanx.bench.errors import BenchError
 
 DATASETS = ("random", "random-ids", "custom", "sharegpt", "generated-shared-prefix")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -144,6 +144,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="no progress line (also off when stderr is not a terminal)",
     )
+    add("--cache-report", action="store_true", help="print how many prompt tokens came from the prefix cache")
     add("--tag", help="free text copied into the JSON line")
 
 

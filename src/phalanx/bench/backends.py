@@ -26,7 +26,7 @@ class Backend:
         path: the route requests are posted to.
         default_port: port when neither --port nor --base-url is given.
         flush_path: route that empties the prefix cache, or None.
-        extensions: whether the server knows fields beyond OpenAI's own (ignore_eos, per-chunk usage).
+        extensions: whether the server knows fields beyond OpenAI's own (ignore_eos).
         has_server_info: whether GET /server_info is worth asking.
     """
 
@@ -135,9 +135,6 @@ def _openai_body(
     if backend.extensions:
         body["ignore_eos"] = options.ignore_eos
     if options.stream:
-        # Without the usage chunk the client could only guess how many tokens came; SGLang and vLLM can also
-        # say it in every chunk, which makes the inter-token latency exact.
+        # Without the usage chunk the client could only guess how many tokens came.
         body["stream_options"] = {"include_usage": True}
-        if backend.extensions:
-            body["stream_options"]["continuous_usage_stats"] = True
     return body

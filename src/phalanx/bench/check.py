@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from .errors import BenchError
-from .metrics import Distribution, Metrics
+from phalanx.bench.errors import BenchError
+from phalanx.bench.metrics import Distribution, Metrics
 
 # Percentiles of equal values may differ by rounding in the last place; a millionth of a ms is no disorder.
 _TOLERANCE_MS = 1e-6

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from .errors import BenchError
+from phalanx.bench.errors import BenchError
 
 if TYPE_CHECKING:
-    from .datasets import TokenizerLike
+    from phalanx.bench.datasets import TokenizerLike
 
 
 def load_conversations(path: str, *, lines: bool) -> list[tuple[str, str]]:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .conversations import conversation_requests, load_conversations
-from .errors import BenchError
+from phalanx.bench.conversations import conversation_requests, load_conversations
+from phalanx.bench.errors import BenchError
 
 
 class TokenizerLike(Protocol):

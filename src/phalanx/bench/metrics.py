@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .parse import CountSource, Outcome
+from phalanx.bench.parse import CountSource, Outcome
 
 _PERCENTILES = (50, 90, 95, 99)
 
@@ -86,6 +86,13 @@ class Metrics:
     goodput: Goodput | None = None
     output_lens: list[int] = field(default_factory=list)
     itls: list[list[float]] = field(default_factory=list)
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Cached prompt tokens / prompt tokens, by the server's counts; None where it does not give them."""
+        if self.total_cached is None or not self.total_input_server:
+            return None
+        return self.total_cached / self.total_input_server
 
     def rate(self, total: float) -> float:
         """Return `total` per second of the run; 0 for an empty run."""

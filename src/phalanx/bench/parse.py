@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from .backends import Flavor
-from .connection import RawRecord
-from .sse import parse_events
+from phalanx.bench.backends import Flavor
+from phalanx.bench.connection import RawRecord
+from phalanx.bench.sse import parse_events
 
 _CAUSE_CHARS = 120
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from .errors import BenchError
-from .metrics import Distribution, Metrics
-from .parse import Outcome
-from .worker import LoadResult
+from phalanx.bench.errors import BenchError
+from phalanx.bench.metrics import Distribution, Metrics
+from phalanx.bench.parse import Outcome
+from phalanx.bench.worker import LoadResult
 
 _WIDTH = 50
 _MAX_CAUSES = 10
@@ -41,7 +41,8 @@ def format_table(
         lines.append(_rule(title, "-"))
         lines += _latency_lines(name, distribution)
     lines.append(_row("Max ITL (ms):", metrics.itl.max))
-    lines += _cache_lines(metrics)
+    if args.cache_report:
+        lines += _cache_lines(metrics)
     lines += _delivery_lines(args, metrics, load)
     lines += _failure_lines(metrics)
     lines.append("=" * _WIDTH)
@@ -94,6 +95,13 @@ def result_fields(
         "max_output_tokens_per_s": metrics.peak_output_tokens_per_s,
         "max_concurrent_requests": metrics.peak_concurrent_requests,
     }
+    if args.cache_report:
+        rate = metrics.cache_hit_rate
+        fields["cache_report"] = {
+            "total_prompt_tokens": metrics.total_input_server,
+            "total_cached_tokens": metrics.total_cached,
+            "cache_hit_rate_pct": None if rate is None else 100 * rate,
+        }
     return fields | _goodput_fields(metrics) | _own_fields(metrics, load)
 
 
@@ -176,13 +184,11 @@ def _latency_lines(name: str, d: Distribution) -> Iterator[str]:
 
 
 def _cache_lines(m: Metrics) -> Iterator[str]:
-    if m.total_cached is None or m.total_input_server is None:
-        return
+    rate = m.cache_hit_rate
     yield _rule("Cache Hit Details", "-")
     yield _row("Total prompt tokens:", m.total_input_server)
     yield _row("Total cached tokens:", m.total_cached)
-    share = 100 * m.total_cached / m.total_input_server if m.total_input_server else 0.0
-    yield _row("Cache hit rate (%):", share)
+    yield _row("Cache hit rate:", None if rate is None else f"{100 * rate:.1f}%")
 
 
 def _delivery_lines(args: argparse.Namespace, m: Metrics, load: LoadResult) -> Iterator[str]:
@@ -240,7 +246,6 @@ def _own_fields(m: Metrics, load: LoadResult) -> dict[str, Any]:
         "itl_retokenized_requests": m.num_retokenized_itl,
         "total_input_tokens_asked": m.total_input_asked,
         "total_input_tokens_server": m.total_input_server,
-        "total_cached_tokens": m.total_cached,
         "max_itl_ms": m.itl.max,
         "peak_requests_in_flight": m.peak_in_flight,
         "median_schedule_delay_ms": m.schedule_delay.p50,

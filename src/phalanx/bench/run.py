@@ -10,17 +10,23 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from .args import check_arguments
-from .backends import BACKENDS, RequestOptions, build_body
-from .check import check_possible
-from .connection import RawRecord
-from .datasets import BenchRequest, TokenizerLike, request_source
-from .errors import BenchError
-from .metrics import Asked, Metrics, compute_metrics
-from .parse import Outcome, parse_record
-from .report import append_json_line, default_file_name, detail_fields, format_table, result_fields
-from .target import Target, first_model, flush_cache, make_target, server_info, wait_until_ready
-from .worker import LoadResult, poisson_arrivals, run_load
+from phalanx.bench.args import check_arguments
+from phalanx.bench.backends import BACKENDS, RequestOptions, build_body
+from phalanx.bench.check import check_possible
+from phalanx.bench.connection import RawRecord
+from phalanx.bench.datasets import BenchRequest, TokenizerLike, request_source
+from phalanx.bench.errors import BenchError
+from phalanx.bench.metrics import Asked, Metrics, compute_metrics
+from phalanx.bench.parse import Outcome, parse_record
+from phalanx.bench.report import (
+    append_json_line,
+    default_file_name,
+    detail_fields,
+    format_table,
+    result_fields,
+)
+from phalanx.bench.target import Target, first_model, flush_cache, make_target, server_info, wait_until_ready
+from phalanx.bench.worker import LoadResult, poisson_arrivals, run_load
 
 _WARMUP_TOKENS = 32
 # Raw answers kept for parsing after the run. SGLang's native stream repeats the whole text in every event, so

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from .errors import BenchError
+from phalanx.bench.errors import BenchError
 
 _CONTROL_TIMEOUT_S = 60.0
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .connection import ClientConnection, RawRecord, StaleConnection
-from .errors import BenchError
-from .target import Target
+from phalanx.bench.connection import ClientConnection, RawRecord, StaleConnection
+from phalanx.bench.errors import BenchError
+from phalanx.bench.target import Target
 
 REQUEST_TIMEOUT_S = 6 * 3600.0
 # Descriptors that are not connections: standard streams, epoll, event-loop pipes, the result file, imports.
