@@ -8,18 +8,17 @@ from typing import Any
 
 from phalanx.core.errors import RequestError
 
+# Templates differ in what they call it; transformers fills the names in for each other, in this order.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _PART_SEPARATOR = "\n"  # between text parts that are joined, as vLLM and llama.cpp do
 
 
-def plain_messages(
-    messages: Sequence[Mapping[str, Any]], *, keep_parts: bool, keep_null: bool
-) -> list[dict[str, Any]]:
-    """A copy of `messages` for a template.
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, keep_parts: bool) -> list[dict[str, Any]]:
+    """A copy of `messages` for a template, without the keys that are null, as transformers does.
 
     Args:
         messages: each {"role": str, "content": str, null or a list of text parts, ...}.
         keep_parts: leave non-empty lists of parts as they are, instead of joining their text.
-        keep_null: leave null content of assistant messages with tool calls as it is, instead of "".
 
     Raises:
         RequestError: no messages, a message of another shape, or a part that is not text.
@@ -28,30 +27,28 @@ def plain_messages(
         raise _bad("messages must be a list of messages")
     if not messages:
         raise _bad("messages is empty: a chat needs at least one message")
-    return [_plain(message, f"messages[{i}]", keep_parts, keep_null) for i, message in enumerate(messages)]
+    return [_plain(message, f"messages[{i}]", keep_parts) for i, message in enumerate(messages)]
 
 
-def _plain(message: Mapping[str, Any], where: str, keep_parts: bool, keep_null: bool) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], where: str, keep_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _bad(f"{where} must be an object with role and content")
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise _bad(f"{where}.role must be a non-empty string")
-    plain = dict(message)
-    has_calls = bool(plain.get("tool_calls"))
-    if has_calls:
+    plain = {key: value for key, value in message.items() if value is not None}
+    if plain.get("tool_calls"):
         plain["tool_calls"] = _tool_calls(plain["tool_calls"], where)
     else:
         plain.pop("tool_calls", None)  # templates ask only whether the key is there
     content = plain.get("content")
-    if content is None:
-        plain["content"] = None if has_calls and keep_null else ""
-    elif isinstance(content, list):
+    if isinstance(content, list):
         texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
         if not texts or not keep_parts:
             plain["content"] = _PART_SEPARATOR.join(texts)
-    elif not isinstance(content, str):
+    elif content is not None and not isinstance(content, str):
         raise _bad(f"{where}.content must be a string, null or a list of text parts")
-    return plain
+    reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _part_text(part: Any, where: str) -> str:

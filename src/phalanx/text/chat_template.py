@@ -22,9 +22,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from phalanx.core.errors import RequestError
 from phalanx.text.chat_messages import plain_messages
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 _PROBE = "zqprobe"
-_HANDLES_NULL_CONTENT = re.compile(r"content['\"]?\s*\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
+_KNOWS_NULL_CONTENT = re.compile(r"content['\"]?\s*\]?\s+is\s+(not\s+)?none", re.IGNORECASE)
+# What foreign template code can raise on data that it was not written for.
+_RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class ChatTemplate:
@@ -38,7 +39,6 @@ class ChatTemplate:
         source: the Jinja text.
         uses_tools: whether the template reads `tools`.
         takes_parts: whether it can read content given as a list of parts; else text parts are joined for it.
-        takes_null: whether it tells null content apart; else null becomes the empty string.
 
     Raises:
         jinja2.TemplateSyntaxError: the source is no template.
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self.uses_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         self.takes_parts = self._probe_parts()
-        self.takes_null = _HANDLES_NULL_CONTENT.search(source) is not None
+        self._absent_content = None if _KNOWS_NULL_CONTENT.search(source) else ""
 
     def render(
         self,
@@ -67,38 +67,38 @@ class ChatTemplate:
             RequestError: messages that are empty, malformed or hold anything but text; tools that the
                 template has no place for; or the template refuses them (`raise_exception`) or fails on them.
         """
-        for name in kwargs.keys() & _RESERVED:
-            raise RequestError(f"{name} cannot be a template variable", param="chat_template_kwargs")
         if tools and not self.uses_tools:
             raise RequestError(
                 "tools are not supported: this model's chat template has no place for them", param="tools"
             )
-        plain = plain_messages(messages, keep_parts=self.takes_parts, keep_null=self.takes_null)
-        variables = {**self._special_tokens, **kwargs}
+        plain = plain_messages(messages, keep_parts=self.takes_parts)
+        variables = {
+            **self._special_tokens,
+            **kwargs,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                **variables,
-                messages=plain,
-                tools=list(tools) if tools else None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            return self._render_tolerantly(plain, variables)
         except jinja2.TemplateError as error:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except _RENDER_ERRORS as error:
             raise RequestError(
                 f"the chat template fails on these messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from error
+
+    def _render_tolerantly(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+        """Null content is left away first, as transformers does, and filled in if the template fails so."""
+        try:
+            return self._template.render(variables, messages=messages)
+        except (jinja2.TemplateError, *_RENDER_ERRORS):
+            if all("content" in message for message in messages):
+                raise
+        filled = [{"content": self._absent_content, **message} for message in messages]
+        return self._template.render(variables, messages=filled)
 
     def _probe_parts(self) -> bool:
         """Show it a list of parts: a template made for strings fails, or prints the list."""
