@@ -60,20 +60,13 @@ class Case:
             input_ids=prompt_of(seed, prompt_len),
             sampling=SamplingParams(max_new_tokens=max_new, sampling_seed=seed),
         )
-        if (
-            prompt_len >= CONTEXT
-            or -(-(prompt_len + max(limit - 1, 0)) // self.page) * self.page > self.capacity
-        ):
+        if prompt_len >= CONTEXT or prompt_len + max(limit - 1, 0) > self.capacity:
             with pytest.raises(RequestError) as caught:
                 self.driver.scheduler.add(request)
             assert caught.value.status == 400 and str(prompt_len) in caught.value.message
             return
         self.stop_at[seed], self.error_at[seed], self.limits[seed] = stop_at, error_at, limit
         self.driver.add(request)
-
-    @property
-    def page(self) -> int:
-        return self.driver.scheduler.pages.page_size
 
     def check_plan(self, plan) -> None:
         if plan is None:
@@ -189,11 +182,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def conserved(self):
-        self.driver.scheduler.check()
+        scheduler = self.driver.scheduler
+        scheduler.check()
         if not self.driver.in_flight:
-            assert self.driver.scheduler.table.num_used == self.driver.scheduler.num_running, (
-                "zombies at rest"
-            )
+            assert scheduler.table.num_used == scheduler.num_running, "zombies at rest"
 
     def teardown(self):
         if hasattr(self, "driver"):
