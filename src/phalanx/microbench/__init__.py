@@ -1,0 +1,1 @@
+"""Micro-benchmarks: programs that drive one room of the package in process."""
