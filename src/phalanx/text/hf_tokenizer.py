@@ -1,6 +1,8 @@
 """A tokenizer from a Hugging Face model folder, without transformers.
 
-Read are tokenizer.json (required), tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
+Read are tokenizer.json (required), tokenizer_config.json, special_tokens_map.json, chat_template.jinja. What
+is added around a text is up to tokenizer.json alone: add_bos_token and add_eos_token of the config belong to
+the slow tokenizers, and transformers 5 ignores them too where there is a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from phalanx.core.errors import ModelError
-from phalanx.text.parts import TokenizerParts, surround
+from phalanx.text.parts import TokenizerParts
 
 
 def hf_tokenizer(folder: Path) -> TokenizerParts:
@@ -38,16 +40,12 @@ def hf_tokenizer(folder: Path) -> TokenizerParts:
     # Some files carry the truncation of a training run; a server must see the whole prompt.
     backend.no_truncation()
     backend.no_padding()
-    config = {
-        **_read_json(folder / "special_tokens_map.json"),
-        **_read_json(folder / "tokenizer_config.json"),
-    }
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # older folders name their special tokens in a file of its own
+        config |= _read_json(folder / "special_tokens_map.json")
     _add_missing_tokens(backend, config, folder)
     special = _special_tokens(config)
     bos, eos = (_with_id(backend, special.get(name)) for name in ("bos_token", "eos_token"))
-    if "add_bos_token" in config or "add_eos_token" in config:
-        adds_bos, adds_eos = config.get("add_bos_token"), config.get("add_eos_token")
-        surround(backend, bos if adds_bos else None, eos if adds_eos else None)
     return TokenizerParts(
         backend=backend,
         bos_token_id=bos[1] if bos else None,
@@ -73,10 +71,15 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Named tokens: "bos_token" and its like, given as text or as {"content": text, ...}."""
     named = {}
     for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and not name.startswith("add_") and isinstance(content, str):
+        content = _content(value)
+        if name.endswith("_token") and content is not None:
             named[name] = content
     return named
+
+
+def _content(token: Any) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _with_id(backend: tokenizers.Tokenizer, token: str | None) -> tuple[str, int] | None:
@@ -94,8 +97,10 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], f
         backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **options)])
         if backend.token_to_id(token["content"]) != i:
             raise ModelError(f"{folder}: added token {token['content']!r} does not get its id {i}")
+    lists = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    extra = [_content(token) for tokens in lists if isinstance(tokens, list) for token in tokens]
     marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    named = [token for token in _special_tokens(config).values() if token not in marked]
+    named = [token for token in (*_special_tokens(config).values(), *extra) if token and token not in marked]
     known = [token for token in named if backend.token_to_id(token) is not None]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
 

@@ -103,12 +103,12 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of several texts, on all cores; releases the GIL meanwhile."""
+        if any(type(text) is not str for text in texts):  # the library would read a pair as two texts
+            raise RequestError("a prompt to tokenize must be a string")
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError:
+        except TypeError:  # all that a str can have wrong
             raise RequestError("the text holds a lone surrogate, which is not valid Unicode") from None
-        except TypeError:
-            raise RequestError("a prompt to tokenize must be a string") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
