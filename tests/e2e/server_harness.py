@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -91,22 +91,30 @@ def make_settings(tokenizer_path: Path | str, **server: object) -> Settings:
 class Server:
     """One worker process and its engine thread."""
 
-    def __init__(self, run_dir: Path, settings: Settings, *, in_thread: bool = True, **popen: object) -> None:
-        self.run_dir = run_dir
-        self.settings = settings
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: Settings,
+        *,
+        in_thread: bool = True,
+        worker_id: int = 0,
+        ipc_dir: Path | None = None,
+        wrapper: Sequence[str] = (),
+    ) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        ipc_dir = ipc_dir or run_dir
         (run_dir / "settings.json").write_bytes(msgspec.json.encode(settings))
         fd = self.listener.fileno()
-        command = [sys.executable, "-m", "phalanx.server", "--settings", str(run_dir / "settings.json")]
-        command += ["--ipc-dir", str(run_dir), "--worker-id", "0", "--fd", str(fd)]
-        command += ["--parent-pid", str(os.getpid())]
-        self.process = subprocess.Popen(command, pass_fds=(fd,), **popen)
+        command = [*wrapper, sys.executable, "-m", "phalanx.server"]
+        command += ["--settings", str(run_dir / "settings.json"), "--ipc-dir", str(ipc_dir)]
+        command += ["--worker-id", str(worker_id), "--fd", str(fd), "--parent-pid", str(os.getpid())]
+        self.process = subprocess.Popen(command, pass_fds=(fd,))
         self.engine: FakeEngine | None = None
         self._thread: threading.Thread | None = None
         if in_thread:
-            self.engine = FakeEngine(EngineChannel(str(run_dir), 1))
+            self.engine = FakeEngine(EngineChannel(str(ipc_dir), 1))
             self._thread = threading.Thread(target=self.engine.run, daemon=True)
             self._thread.start()
 
@@ -131,12 +139,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(run_dir: Path, settings: Settings, **info: object) -> Iterator[Server]:
+def running(run_dir: Path, settings: Settings, wrapper: Sequence[str] = ()) -> Iterator[Server]:
     """A server that is ready."""
-    server = Server(run_dir, settings)
+    server = Server(run_dir, settings, wrapper=wrapper)
     try:
         assert server.engine is not None
-        server.engine.info = info
         server.engine.announce()
         server.wait_status(200)
         yield server

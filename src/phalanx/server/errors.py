@@ -58,8 +58,10 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     if name is None:
         return error
     message = error.message
-    if error.param and message.startswith(error.param):
+    if error.param and message.startswith(f"{error.param} "):
         message = name + message.removeprefix(error.param)
+    elif name not in message:
+        message = f"{name}: {message}"
     return RequestError(message, status=error.status, param=name, code=error.code)
 
 

@@ -173,7 +173,7 @@ def _check_ids(worker: Worker, ids: list[int]) -> None:
     for token in ids:
         if not 0 <= token < worker.settler.vocab_size:
             raise RequestError(
-                f"token id {token} is outside the vocabulary of {worker.settler.vocab_size} ids",
+                f"tokens: id {token} is outside the vocabulary of {worker.settler.vocab_size} ids",
                 param="tokens",
             )
 
