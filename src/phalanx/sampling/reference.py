@@ -1,4 +1,4 @@
-"""One row at a time, in float64 and plain Python: what `Sampler` must do. Slow; for tests."""
+"""One row at a time, in float64 and plain steps: what `Sampler` must do. Slow; for tests."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ def distribution(adjusted: Float64, params: SamplingParams) -> Float64:
     probs = np.exp(scaled)
     probs /= probs.sum()
     order = np.lexsort((np.arange(len(scaled)), -scaled))  # likeliest first, equal ones by token id
-    keep = np.zeros(len(scaled), bool)
-    mass = 0.0
-    for rank, token in enumerate(order):
-        in_top_k = params.top_k < 0 or rank < params.top_k
-        in_top_p = params.top_p >= 1 or rank == 0 or mass < params.top_p
-        keep[token] = in_top_k and in_top_p and probs[token] >= params.min_p * probs.max()
-        mass += probs[token]
+    rank = np.empty(len(scaled), np.int64)
+    rank[order] = np.arange(len(scaled))
+    likelier = (np.cumsum(probs[order]) - probs[order])[rank]  # mass of the tokens ranked above each one
+    keep = probs >= params.min_p * probs.max()
+    if params.top_k > 0:
+        keep &= rank < params.top_k
+    if params.top_p < 1:
+        keep &= (likelier < params.top_p) | (rank == 0)
     return np.where(keep, probs, 0.0)
 
 

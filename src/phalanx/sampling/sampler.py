@@ -12,9 +12,9 @@ from phalanx.sampling.filters import apply_min_p, apply_top
 from phalanx.sampling.rows import EAGER, SamplingRows, Uses
 from phalanx.sampling.uniform import row_uniforms
 
-# Lines whose fp32 copies are in work at once: 16 x 49152 fp32 are 3 MB, near the caches. On 2 Zen 4 cores
-# 1024 temperature rows cost about the same at 16 and 32, a fifth more at 4.
-_CHUNK = 16
+# fp32 logits in work at once: 4 MB, near the caches. On 2 Zen 4 cores 1024 temperature rows of 49152 cost
+# about the same in chunks of 16 and of 32 lines, a fifth more in chunks of 4.
+_CHUNK_ELEMENTS = 1 << 20
 
 
 class Sampler:
@@ -28,7 +28,8 @@ class Sampler:
         self.table = table
         width = -(-table.vocab_size // DRAW_BLOCK) * DRAW_BLOCK
         # Columns beyond the vocabulary stay at -inf and so get probability 0.
-        self._scratch = torch.full((_CHUNK, width), -torch.inf, dtype=torch.float32, device=table.device)
+        self._chunk = max(1, _CHUNK_ELEMENTS // width)
+        self._scratch = torch.full((self._chunk, width), -torch.inf, device=table.device)
 
     def sample(
         self, logits: torch.Tensor, rows: Int32, num_generated: Int32, needs_eager: Bool
@@ -60,12 +61,12 @@ class Sampler:
             uniforms = row_uniforms(table.seeds[index], table.to_device(num_generated, torch.int64))
         else:
             uniforms = torch.zeros(len(rows), dtype=torch.float64, device=table.device)
-        for lines in _chunks(np.flatnonzero(warm & ~eager)):
+        for lines in self._chunks(np.flatnonzero(warm & ~eager)):
             line_index = table.to_device(lines, torch.int64)
             scaled = self._load(logits, lines)
             self._scale(scaled, maxima[line_index].float(), rows[lines])
             tokens[line_index] = draw_rows(torch.softmax(scaled, 1), uniforms[line_index])
-        for lines in _chunks(np.flatnonzero(eager)):
+        for lines in self._chunks(np.flatnonzero(eager)):
             line_index = table.to_device(lines, torch.int64)
             chosen, top = self._eager(
                 self._load(logits, lines), rows[lines], num_generated[lines], uniforms[line_index]
@@ -124,6 +125,5 @@ class Sampler:
         drawn = draw_rows(probs, uniforms)
         return torch.where(table.to_device(warm, torch.bool), drawn, greedy_tokens), maxima
 
-
-def _chunks(lines: Int64) -> list[Int64]:
-    return [lines[i : i + _CHUNK] for i in range(0, len(lines), _CHUNK)]
+    def _chunks(self, lines: Int64) -> list[Int64]:
+        return [lines[i : i + self._chunk] for i in range(0, len(lines), self._chunk)]
