@@ -14,7 +14,7 @@ from phalanx.bench.args import add_arguments
 from phalanx.bench.datasets import TokenizerLike
 from phalanx.bench.errors import BenchError
 from phalanx.bench.run import run as run_benchmark
-from phalanx.core.errors import ConfigError, ModelError
+from phalanx.core.errors import PhalanxError
 
 __all__ = ["add_arguments", "load_named_tokenizer", "main", "run"]
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         return run_benchmark(args, load_named_tokenizer)
     except BenchError as error:
         message, exit_code = str(error), error.exit_code
-    except (ConfigError, ModelError) as error:
+    except PhalanxError as error:
         message, exit_code = str(error), 2
     except KeyboardInterrupt:
         message, exit_code = "interrupted", 130

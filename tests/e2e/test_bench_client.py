@@ -7,6 +7,7 @@ or count events.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from phalanx.bench.connection import RawRecord
 from phalanx.bench.errors import BenchError
 from phalanx.bench.metrics import Asked, compute_metrics
 from phalanx.bench.parse import parse_record
-from phalanx.bench.run import run
+from phalanx.bench.run import Progress, run
 from phalanx.bench.target import make_target
 from phalanx.bench.worker import LoadResult, run_load
 from tests.e2e.sse_server import (
@@ -387,6 +388,47 @@ def test_b48_a_hard_limit_too_low_is_told_before_the_run() -> None:
     command = f'ulimit -n 256 && exec {sys.executable} -c "$0"'
     done = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, timeout=60)
     assert "need 564 file descriptors, but the hard limit is 256" in done.stdout, done.stderr
+
+
+def test_goodput_and_cache_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def respond(path: str, body: dict, nth: int) -> Reply:
+        event = native_event("a b", 2, cached_tokens=nth)
+        return Reply([Step(300 if nth == 3 else 0, event), Step(300 if nth == 3 else 0, DONE)])
+
+    with serving(respond) as server:
+        argv = ["--num-prompts", "4", "--max-concurrency", "1", "--cache-report"]
+        _, result = bench(server, tmp_path, *argv, "--goodput", "ttft:299", "e2el:60000")
+    assert result["slo_attainment_by_metric"]["ttft"] <= 0.75
+    assert result["slo_attainment_by_metric"]["e2el"] == 1.0
+    assert result["cache_report"] == {
+        "total_prompt_tokens": 20,
+        "total_cached_tokens": 6,
+        "cache_hit_rate_pct": 30.0,
+    }
+    out = capsys.readouterr().out
+    assert "SLOs (ms):                               ttft:299 e2el:60000" in out
+    assert "Cache hit rate:                          30.0%" in out
+
+
+def test_progress_line() -> None:
+    out = io.StringIO()
+    progress = Progress(4, out)
+    progress(1, 0)
+    progress(4, 2)
+    progress.close()
+    first, second = out.getvalue().strip().split("\r")
+    assert "] 1/4, " in first
+    assert f"[{'#' * 30}] 4/4, 2 failed, " in second
+
+
+def test_raw_bytes_past_the_limit_are_parsed_during_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("phalanx.bench.run._MAX_RAW_BYTES", 1000)
+    with serving(lambda path, body, nth: steady(5, 0)) as server:
+        _, result = bench(server, tmp_path, "--num-prompts", "6", "--max-concurrency", "1")
+    assert (result["completed"], result["total_output_tokens"]) == (6, 30)
+    assert "answers were parsed during the run" in capsys.readouterr().err
 
 
 def test_exit_codes_of_the_program(tmp_path: Path) -> None:

@@ -352,6 +352,7 @@ def test_contradictions_are_refused_with_exit_code_2(argv: tuple[str, ...]) -> N
         ("--goodput", "itl:5"),
         ("--goodput", "ttft:-5"),
         ("--header", "no-equals"),
+        ("--header", "Content-Length=5"),
         ("--header", "a=b\r\nc: d"),
         ("--num-prompt", "5"),  # no abbreviations
     ],
@@ -374,10 +375,12 @@ def test_target_from_base_url_and_from_host_and_port(monkeypatch: pytest.MonkeyP
     wire = target.wire_request("/generate", b"{}")
     assert wire.startswith(b"POST /api/generate HTTP/1.1\r\nHost: [::1]:444\r\n")
     assert b"\r\nAuthorization: Bearer k\r\n" in wire
-    assert wire.endswith(b"X-A: b\r\n\r\n{}")
+    assert wire.endswith(b"X-A: b\r\nContent-Length: 2\r\n\r\n{}")
     plain = make_target(None, "[::1]", 30000, [("authorization", "mine")])
     assert (plain.host, plain.url) == ("::1", "http://[::1]:30000")
     assert plain.headers == (("authorization", "mine"),)
+    other_host = make_target(None, "h", 1, [("host", "virtual")]).wire_request("/", b"{}")
+    assert other_host.lower().count(b"host:") == 1
     for bad in ("ftp://x", "http://", "localhost:30000", "http://x:port", "http://x/?q=1"):
         with pytest.raises(BenchError, match="--base-url"):
             make_target(bad, "h", 1, [])

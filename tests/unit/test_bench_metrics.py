@@ -298,6 +298,43 @@ def test_b56_failures_are_named_and_excluded(raw: RawRecord, cause: str) -> None
     check_possible(metrics)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(
+                "text meta_info completion_tokens prompt_tokens finish_reason type output_ids choices delta"
+                " content usage error message prompt_tokens_details".split()
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+ANY_EVENT = JSON.map(lambda value: b"data: " + json.dumps(value).encode() + b"\n\n") | st.binary()
+
+
+@pytest.mark.fuzz
+@given(
+    events=st.lists(ANY_EVENT, max_size=4),
+    flavor=st.sampled_from(Flavor),
+    stream=st.booleans(),
+    done=st.booleans(),
+)
+def test_whatever_a_server_sends_becomes_an_outcome(
+    events: list[bytes], flavor: Flavor, stream: bool, done: bool
+) -> None:
+    pieces = [*events, DONE] if done else events
+    if not stream and events:
+        pieces = [events[0].removeprefix(b"data: ")]
+    outcome = parse_record(record(*enumerate(pieces)), flavor, stream)
+    metrics = figures(outcome)
+    check_possible(metrics)
+    assert metrics.num_completed == outcome.success
+
+
 def test_all_failed_gives_no_figures_and_no_division() -> None:
     failed = parse_record(record(status=500), Flavor.NATIVE, True)
     metrics = figures(failed, failed, duration_s=0.0)

@@ -211,6 +211,8 @@ def _header(pair: str) -> tuple[str, str]:
     key, value = key.strip(), value.strip()
     if not equals or not key or any(c in pair for c in "\r\n") or not key.isascii() or ":" in key:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {pair!r}")
+    if key.lower() in ("content-length", "transfer-encoding", "connection"):
+        raise argparse.ArgumentTypeError(f"{key} is the client's own")
     return key, value
 
 

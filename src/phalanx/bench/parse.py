@@ -156,10 +156,9 @@ def _read_native(stream: _Stream, time: float, data: dict[str, Any]) -> None:
     reason = meta.get("finish_reason")
     if isinstance(reason, dict) and reason.get("type") == "abort":
         raise _Bad(f"aborted by the server: {reason.get('message') or 'no reason given'}")
-    count = meta.get("completion_tokens")
-    stream.total = count if count is not None else stream.total
-    stream.num_prompt_tokens = meta.get("prompt_tokens", stream.num_prompt_tokens)
-    stream.num_cached_tokens = meta.get("cached_tokens", stream.num_cached_tokens)
+    count = _note_counts(
+        stream, meta.get("completion_tokens"), meta.get("prompt_tokens"), meta.get("cached_tokens")
+    )
     ids = data.get("output_ids")
     if ids is not None and count and len(ids) != count:
         stream.cumulative_ids = False
@@ -186,13 +185,21 @@ def _read_chat(stream: _Stream, time: float, data: dict[str, Any]) -> None:
 
 def _read_usage(stream: _Stream, data: dict[str, Any]) -> int | None:
     usage = data.get("usage") or {}
-    count: int | None = usage.get("completion_tokens")
-    if count is not None:
-        stream.total = count
-    stream.num_prompt_tokens = usage.get("prompt_tokens", stream.num_prompt_tokens)
     details = usage.get("prompt_tokens_details") or {}
-    stream.num_cached_tokens = details.get("cached_tokens", stream.num_cached_tokens)
-    return count
+    return _note_counts(
+        stream, usage.get("completion_tokens"), usage.get("prompt_tokens"), details.get("cached_tokens")
+    )
+
+
+def _note_counts(stream: _Stream, output: Any, prompt: Any, cached: Any) -> int | None:
+    """Keep what an event says about token counts; return the output tokens so far, if it says that."""
+    for count in (output, prompt, cached):
+        if count is not None and (type(count) is not int or count < 0):
+            raise _Bad("malformed event: bad token count")
+    stream.total = stream.total if output is None else output
+    stream.num_prompt_tokens = stream.num_prompt_tokens if prompt is None else prompt
+    stream.num_cached_tokens = stream.num_cached_tokens if cached is None else cached
+    return None if output is None else int(output)
 
 
 def _add_chunk(stream: _Stream, time: float, text: str, count: int | None) -> None:
@@ -201,8 +208,8 @@ def _add_chunk(stream: _Stream, time: float, text: str, count: int | None) -> No
     One without text shows a reader nothing: the tokens it may have had (half a character, a special token)
     are counted with the next text.
     """
-    if count is not None and (not isinstance(count, int) or count < 0):
-        raise _Bad("malformed event: bad token count")
+    if not isinstance(text, str):
+        raise _Bad("malformed event: text is not a string")
     if text:
         stream.times.append(time)
         stream.texts.append(text)

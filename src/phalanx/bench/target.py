@@ -46,9 +46,10 @@ class Target:
 
     def wire_request(self, path: str, body: bytes) -> bytes:
         """Return the bytes of one POST of a JSON body, head and body."""
-        lines = [f"POST {self.prefix}{path} HTTP/1.1", f"Host: {self.netloc}"]
-        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        lines += [f"{key}: {value}" for key, value in self.headers]
+        fields = {"host": ("Host", self.netloc), "content-type": ("Content-Type", "application/json")}
+        fields |= {key.lower(): (key, value) for key, value in self.headers}
+        fields["content-length"] = ("Content-Length", str(len(body)))
+        lines = [f"POST {self.prefix}{path} HTTP/1.1", *(f"{key}: {value}" for key, value in fields.values())]
         return "\r\n".join(lines).encode("utf-8") + b"\r\n\r\n" + body
 
 
