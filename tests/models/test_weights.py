@@ -97,7 +97,11 @@ def test_tied_checkpoint_may_carry_its_head(tmp_path):
     head = torch.full((160, 48), 3.0)
     edit(tmp_path, lm_head__weight=head)
     assert torch.equal(load(tmp_path)["lm_head.weight"], head)
-    edit(tmp_path, lm_head__weight=torch.ones(8, 48))
+    edit(tmp_path, model__embed_tokens__weight=None)
+    assert "model.embed_tokens.weight" not in load(tmp_path)  # the shared matrix, under its other name
+    edit(tmp_path, lm_head__weight=None)
+    assert "lacks model.embed_tokens.weight" in refusal(tmp_path)
+    edit(tmp_path, model__embed_tokens__weight=torch.ones(160, 48), lm_head__weight=torch.ones(8, 48))
     assert "lm_head.weight has shape [8, 48], expected [160, 48]" in refusal(tmp_path)
 
 

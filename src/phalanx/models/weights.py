@@ -57,9 +57,14 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
 
 
 def check_weights(seen: Mapping[str, Shape], config: ModelConfig) -> None:
-    """Raise ModelError unless `seen` (canonical name -> shape) is just what the model needs."""
+    """Raise ModelError unless `seen` (canonical name -> shape) is just what the model needs.
+
+    A tied checkpoint may hold the shared matrix under either name, or both.
+    """
     expected = expected_weights(config)
-    allowed = {_HEAD: expected[_EMBEDDING], **expected}  # a tied checkpoint may repeat its embedding
+    allowed = {_HEAD: expected[_EMBEDDING], **expected}
+    if config.tie_word_embeddings and _HEAD in seen:
+        del expected[_EMBEDDING]
     if missing := [name for name in expected if name not in seen]:
         raise ModelError(f"the checkpoint lacks {_few(missing)}")
     if leftover := [name for name in seen if name not in allowed]:
@@ -75,7 +80,7 @@ def iter_weights(
     """Yield (canonical name, CPU tensor) for all weights of `source`.
 
     Tensors have the checkpoint's float dtype (float32 from GGUF) and may lie in a memory map: copy, do not
-    write to them. A tied checkpoint's own lm_head.weight is yielded too. progress: a bar on standard error.
+    write to them. A tied checkpoint's lm_head.weight is yielded too. progress: a bar on standard error.
 
     Raises:
         ModelError: missing, leftover or misshapen tensors, before the first is yielded; a tensor that is not
