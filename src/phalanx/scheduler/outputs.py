@@ -20,6 +20,8 @@ from phalanx.core.step import (
 )
 from phalanx.scheduler.logprobs import reindex
 
+# Plain integers: NumPy compares a uint8 array with an IntEnum ten times more slowly.
+NONE, STOP, LENGTH, ERROR = int(Finish.NONE), int(Finish.STOP), int(Finish.LENGTH), int(Finish.ERROR)
 NOT_FINITE = "the model's logits were not finite for this request"
 
 
@@ -62,18 +64,23 @@ def check_result(step: LaunchedStep, result: StepResult) -> None:
         )
 
 
-def settle(step: LaunchedStep, result: StepResult) -> tuple[Int32, UInt8]:
-    """Tokens and finish reasons of all sampled rows, LENGTH included: [s] int32, [s] uint8, both copies."""
+def settle(step: LaunchedStep, result: StepResult) -> tuple[Int32, UInt8, Int64]:
+    """What the sampled rows come to, LENGTH included.
+
+    Returns:
+        (tokens: [s] int32, a copy, -1 where there is none; finish: [s] uint8, a copy; ended: [e] int64, the
+        positions where finish is not NONE).
+    """
     tokens = result.tokens.astype(np.int32)
     finish = result.finish.astype(np.uint8)
-    final = step.final_index
-    finish[final[finish[final] == Finish.NONE]] = Finish.LENGTH
-    empty = step.no_token_index
+    final, empty = step.final_index, step.no_token_index
+    finish[final[finish[final] == NONE]] = LENGTH
     if len(empty):
         tokens[empty] = -1
-        finish[empty[finish[empty] == Finish.STOP]] = Finish.LENGTH
-    tokens[finish == Finish.ERROR] = -1
-    return tokens, finish
+        finish[empty[finish[empty] == STOP]] = LENGTH
+    ended = np.flatnonzero(finish != NONE)
+    tokens[ended[finish[ended] == ERROR]] = -1
+    return tokens, finish, ended
 
 
 def build_outputs(
@@ -99,25 +106,28 @@ def build_outputs(
         live_chunks: [m] bool, like live, for the chunks.
         chunk_stream_ids: [m] int64, of the chunks.
     """
-    place = np.where(live, np.cumsum(live) - 1, -1).astype(np.int32)
     out_ids, out_tokens, out_finish = stream_ids, tokens, finish
     if not live.all():
-        out_ids, out_tokens, out_finish = stream_ids[live], tokens[live], finish[live]
-    failed = np.flatnonzero(out_finish == Finish.ERROR)
+        keep = np.flatnonzero(live)
+        out_ids, out_tokens, out_finish = stream_ids[keep], tokens[keep], finish[keep]
+    failed = np.flatnonzero(out_finish == ERROR)
     errors = tuple((sid, 500, NOT_FINITE) for sid in out_ids[failed].tolist())
-    prompt_logprobs = None
+    logprobs = prompt_logprobs = None
+    if result.logprobs is not None:
+        place = np.where(tokens < 0, np.int32(-1), _places(live))
+        logprobs = reindex(result.logprobs, place)
     if result.prompt_logprobs is not None:
-        chunk_place, more = _place_chunks(step, result.prompt_logprobs, place, live_chunks, len(out_ids))
+        place, more = _place_chunks(step, result.prompt_logprobs, _places(live), live_chunks, len(out_ids))
         out_ids = np.concatenate((out_ids, chunk_stream_ids[more]))
         out_tokens = np.concatenate((out_tokens, np.full(len(more), -1, dtype=np.int32)))
-        out_finish = np.concatenate((out_finish, np.zeros(len(more), dtype=np.uint8)))
-        prompt_logprobs = reindex(result.prompt_logprobs, chunk_place)
+        out_finish = np.concatenate((out_finish, np.full(len(more), NONE, dtype=np.uint8)))
+        prompt_logprobs = reindex(result.prompt_logprobs, place)
     return StepOutputs(
         step_id=step.step_id,
         stream_ids=out_ids,
         tokens=out_tokens,
         finish=out_finish,
-        logprobs=reindex(result.logprobs, np.where(tokens < 0, np.int32(-1), place)),
+        logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         errors=errors,
     )
@@ -133,6 +143,11 @@ def end_outputs(step_id: int, stream_ids: Int64, reason: Finish, message: str | 
         finish=np.full(len(stream_ids), int(reason), dtype=np.uint8),
         errors=errors,
     )
+
+
+def _places(live: Bool) -> Int32:
+    """Output entry of each sampled row: [s] int32, -1 for a row that has none."""
+    return np.where(live, np.cumsum(live) - 1, -1).astype(np.int32)
 
 
 def _place_chunks(

@@ -86,14 +86,9 @@ class RowPages:
     def grant(self, rows: Int64) -> PageGrants:
         """Give each of these rows ([k], without room) its next block, cut to its reservation."""
         num_pages = np.minimum(self.reserved[rows] - self.held[rows], self.pages_per_grant)
-        first = self.held[rows]
-        page_ids = self._take(rows, num_pages)
+        grants = self._take(rows, num_pages)
         self.room[rows] += num_pages * self.page_size
-        return PageGrants(
-            rows=np.repeat(rows.astype(np.int32), num_pages),
-            page_index=expand(first.astype(np.int64), num_pages).astype(np.int32),
-            page_ids=page_ids,
-        )
+        return grants
 
     def last_pages(self, rows: Int64, prompt_lens: Int32) -> PageGrants:
         """Grants that name the pages where these prompts end ([k]); each is partly filled."""
@@ -140,8 +135,14 @@ class RowPages:
         assert num_owned == held, f"{held} pages in the rows' lists, {num_owned} of them different"
         assert self.allocator.is_held(pages).all(), "a row lists a page that the allocator has free"
 
-    def _take(self, rows: Int64, num_pages: Int32) -> Int32:
+    def _take(self, rows: Int64, num_pages: Int32) -> PageGrants:
+        """Append so many pages to the lists of these rows ([k] each)."""
         page_ids = self.allocator.alloc(int(num_pages.sum()))
-        self._lists[expand(rows * self.max_pages_per_row + self.held[rows], num_pages)] = page_ids
-        self.held[rows] += num_pages
-        return page_ids
+        held = self.held[rows]
+        of_page = np.repeat(rows, num_pages)
+        page_index = expand(held.astype(np.int64), num_pages)
+        self._lists[of_page * self.max_pages_per_row + page_index] = page_ids
+        self.held[rows] = held + num_pages
+        return PageGrants(
+            rows=of_page.astype(np.int32), page_index=page_index.astype(np.int32), page_ids=page_ids
+        )

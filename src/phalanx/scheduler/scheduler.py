@@ -134,11 +134,11 @@ class Scheduler:
         prefill, last_rows = build_chunks(chunks, self.pages) if chunks else (NO_CHUNKS, _NO_ROWS)
         sample_rows = np.concatenate((decode_rows, last_rows)) if len(last_rows) else decode_rows
 
-        num_generated = table.launched[sample_rows]
-        max_new_tokens = table.max_new_tokens[sample_rows]
-        launched = num_generated + np.int32(1)
-        final_index = np.flatnonzero(launched >= max_new_tokens)
-        table.launched[sample_rows] = launched
+        num_generated = table.launched.take(sample_rows)
+        max_new_tokens = table.max_new_tokens.take(sample_rows)
+        final_index = np.flatnonzero(num_generated + 1 >= max_new_tokens)
+        table.launched += is_decode
+        table.launched[last_rows] = 1
         table.state[last_rows] = RowState.DECODE
         table.state[sample_rows[final_index]] = RowState.LAST
         if len(last_rows):
@@ -164,7 +164,7 @@ class Scheduler:
             grants=grants,
             sample_rows=rows32,
             num_generated=num_generated,
-            needs_eager=num_generated < table.eager_until[sample_rows],
+            needs_eager=num_generated < table.eager_until.take(sample_rows),
             logprobs=self._logprobs.plan(sample_rows, chunks),
         )
 
@@ -180,27 +180,26 @@ class Scheduler:
         self._launched.popleft()
         self._last_applied = step.step_id
         table, rows, chunk_rows = self.table, step.sample_rows, step.prefill.rows
-        tokens, finish = settle(step, result)
-        live = table.state[rows] != RowState.ZOMBIE
+        tokens, finish, ended = settle(step, result)
+        live = table.state.take(rows) != RowState.ZOMBIE
         outputs = build_outputs(
             step,
             result,
             tokens=tokens,
             finish=finish,
             live=live,
-            stream_ids=table.stream_ids[rows],
+            stream_ids=table.stream_ids.take(rows),
             live_chunks=table.state[chunk_rows] != RowState.ZOMBIE,
             chunk_stream_ids=table.stream_ids[chunk_rows],
         )
         self._counters.count(outputs)
-        ended = live & (finish != Finish.NONE)
-        if ended.any():
-            is_final = np.zeros(len(rows), dtype=np.bool_)
-            is_final[step.final_index] = True
+        ended = ended[live[ended]]
+        if len(ended):
             self._forget(rows[ended])
-            # A row that ended by count is in no later plan; one that stopped may be in all of them.
-            self._retire(rows[ended & is_final], step.step_id)
-            self._retire(rows[ended & ~is_final], self._last_planned)
+            # A row that used up its count is in no later plan; one that stopped may be in all of them.
+            is_final = np.isin(ended, step.final_index, assume_unique=True)
+            self._retire(rows[ended[is_final]], step.step_id)
+            self._retire(rows[ended[~is_final]], self._last_planned)
         self._release_zombies()
         return outputs
 

@@ -26,9 +26,9 @@ class Counters:
     def count(self, outputs: StepOutputs) -> None:
         """Add the tokens and ends of a step."""
         self.generated_tokens += int(np.count_nonzero(outputs.tokens >= 0))
-        reasons = outputs.finish[outputs.finish != Finish.NONE]
-        if len(reasons):
-            self.finished += np.bincount(reasons, minlength=len(Finish))
+        ended = np.flatnonzero(outputs.finish != int(Finish.NONE))
+        if len(ended):
+            self.finished += np.bincount(outputs.finish[ended], minlength=len(Finish))
 
     def as_dict(self) -> dict[str, int]:
         """By name, for `Scheduler.stats`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from typing import Final
 
 import numpy as np
 
@@ -15,14 +15,17 @@ from phalanx.scheduler.ragged import indptr_of
 ALWAYS_EAGER = np.iinfo(np.int32).max
 
 
-class RowState(IntEnum):
-    """Life of a row: FREE -> PREFILL -> DECODE -> LAST -> FREE, with ZOMBIE on the way if it ends early."""
+class RowState:
+    """Life of a row: FREE -> PREFILL -> DECODE -> LAST -> FREE, with ZOMBIE on the way if it ends early.
 
-    FREE = 0
-    PREFILL = 1  # part of its prompt is still to be launched
-    DECODE = 2  # takes a token in every step
-    LAST = 3  # its last token is launched, the result not read yet
-    ZOMBIE = 4  # ended, but a step in flight may still write to its pages
+    Plain integers: NumPy compares a uint8 column with an IntEnum ten times more slowly.
+    """
+
+    FREE: Final = 0
+    PREFILL: Final = 1  # part of its prompt is still to be launched
+    DECODE: Final = 2  # takes a token in every step
+    LAST: Final = 3  # its last token is launched, the result not read yet
+    ZOMBIE: Final = 4  # ended, but a step in flight may still write to its pages
 
 
 class RequestTable:
