@@ -22,9 +22,8 @@ from phalanx.text.parts import surround
 from phalanx.text.tokenizer import Tokenizer, load_tokenizer
 from tests.unit import tiny_tokenizers
 
-CASES = json.loads(
-    (Path(__file__).parent.parent / "data" / "smollm2_tokens.json").read_text(encoding="utf-8")
-)["cases"]
+DATA = Path(__file__).parent.parent / "data"
+CASES = json.loads((DATA / "smollm2_tokens.json").read_text(encoding="utf-8"))["cases"]
 TEXTS = [
     "",
     "a",
@@ -138,7 +137,8 @@ def test_end_of_turn_ends_too() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"ggml.model": "llama"}, "'llama' is not supported"),
+        ({"ggml.model": "t5"}, "'t5' is not supported"),
+        ({"ggml.model": "llama"}, "0 scores"),
         ({"ggml.pre": "tekken"}, "'tekken' is not supported"),
         ({"ggml.model": None}, "holds no tokenizer"),
         ({"ggml.tokens": []}, "holds no tokenizer"),
@@ -151,6 +151,40 @@ def test_gguf_refusals(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says) as error:
         from_fields(**change)
     assert "\n" not in str(error.value) and "x.gguf" in str(error.value)
+
+
+def sentencepiece_fields(**extra: Any) -> dict[str, Any]:
+    data = json.loads((DATA / "sentencepiece_bpe.json").read_text(encoding="utf-8"))
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": data["tokens"],
+        "tokenizer.ggml.scores": data["scores"],
+        "tokenizer.ggml.token_type": data["kinds"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    } | {f"tokenizer.{name}": value for name, value in extra.items()}
+
+
+def test_sentencepiece_ids_equal_sentencepiece() -> None:
+    tokenizer = Tokenizer(tokenizer_from_fields(sentencepiece_fields(), "x.gguf"))
+    assert tokenizer.table is not None and tokenizer.table.is_byte is not None
+    for case in json.loads((DATA / "sentencepiece_bpe.json").read_text(encoding="utf-8"))["cases"]:
+        assert tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
+        assert tokenizer.encode(case["text"]) == [1, *case["ids"]]
+        assert tokenizer.decode([1, *case["ids"], 2]) == case["text"].replace("▁", " ")
+
+
+def test_sentencepiece_special_tokens_and_prefix() -> None:
+    tokenizer = Tokenizer(tokenizer_from_fields(sentencepiece_fields(), "x.gguf"))
+    assert tokenizer.special_ids == {0, 1, 2} and tokenizer.eos_token_ids == (2,)
+    assert tokenizer.encode("<s>a</s>", add_special_tokens=False) == [1, *tokenizer.encode("a")[1:], 2]
+    bare = sentencepiece_fields(**{"ggml.add_space_prefix": False, "ggml.add_bos_token": False})
+    without = Tokenizer(tokenizer_from_fields(bare, "x.gguf"))
+    assert without.encode(" a") == tokenizer.encode("a")[1:]
+    assert without.decode(without.encode(" a")) == " a"
+    assert without.encode("a") == [without._backend.token_to_id("a")]
 
 
 def test_a_written_gguf_file(tmp_path: Path) -> None:

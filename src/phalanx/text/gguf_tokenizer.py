@@ -7,7 +7,8 @@ names stand for is in llama.cpp (src/llama-vocab.cpp) and in each model's own to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from phalanx.core.errors import ModelError
 from phalanx.text.parts import TokenizerParts, surround
+from phalanx.text.sentencepiece_bpe import sentencepiece_bpe
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +84,20 @@ def tokenizer_from_fields(values: dict[str, Any], where: str) -> TokenizerParts:
     tokens = values.get("tokenizer.ggml.tokens")
     if model is None or not tokens:
         raise ModelError(f"{where}: holds no tokenizer (tokenizer.ggml.model, tokenizer.ggml.tokens)")
-    if model != "gpt2":
-        raise ModelError(
-            f"{where}: tokenizer model {model!r} is not supported in GGUF files, only 'gpt2' (byte-level BPE)"
-        )
+    if len(set(tokens)) != len(tokens):
+        twice = Counter(tokens).most_common(1)[0][0]
+        raise ModelError(f"{where}: token {twice!r} is in the vocabulary twice")
     pre = values.get("tokenizer.ggml.pre", "default")
-    if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise ModelError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {known}")
-    if pre == "default":
-        logger.warning("%s names no pre-tokenizer: GPT-2's is assumed", where)
-    backend = _byte_level_bpe(values, tokens, pre, where)
+    if model == "gpt2":
+        backend = _byte_level_bpe(values, tokens, pre, where)
+    elif model == "llama":
+        backend = _sentencepiece_bpe(values, tokens, where)
+    else:
+        raise ModelError(f"{where}: tokenizer model {model!r} is not supported; known: gpt2, llama")
+    _mark_added(backend, tokens, values.get("tokenizer.ggml.token_type", ()))
     named = _named_tokens(values, tokens, where)
     bos, eos = named.get("bos"), named.get("eos")
-    adds_bos = values.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES)
+    adds_bos = values.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _LLAMA3_NAMES)
     adds_eos = values.get("tokenizer.ggml.add_eos_token", False)
     surround(backend, bos if adds_bos else None, eos if adds_eos else None)
     ends = [token[1] for name in ("eos", "eot", "eom") if (token := named.get(name))]
@@ -113,10 +115,12 @@ def tokenizer_from_fields(values: dict[str, Any], where: str) -> TokenizerParts:
 
 
 def _byte_level_bpe(values: dict[str, Any], tokens: list[str], pre: str, where: str) -> tokenizers.Tokenizer:
+    if pre not in _PRE_TOKENIZERS:
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ModelError(f"{where}: pre-tokenizer {pre!r} is not supported; known: {known}")
+    if pre == "default":
+        logger.warning("%s names no pre-tokenizer: GPT-2's is assumed", where)
     vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        twice = next(token for i, token in enumerate(tokens) if vocab[token] != i)
-        raise ModelError(f"{where}: token {twice!r} is in the vocabulary twice")
     merges = [tuple(merge.split(" ", 1)) for merge in values.get("tokenizer.ggml.merges", ())]
     try:
         # Llama 3 takes a whole word from the vocabulary before it tries any merge.
@@ -128,12 +132,32 @@ def _byte_level_bpe(values: dict[str, Any], tokens: list[str], pre: str, where: 
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
-    kinds = values.get("tokenizer.ggml.token_type", ())
-    special = [t for t, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _UNKNOWN)]
-    user = [t for t, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in user])
     return backend
+
+
+def _sentencepiece_bpe(values: dict[str, Any], tokens: list[str], where: str) -> tokenizers.Tokenizer:
+    scores = values.get("tokenizer.ggml.scores", ())
+    kinds = values.get("tokenizer.ggml.token_type", ())
+    if not len(tokens) == len(scores) == len(kinds):
+        raise ModelError(
+            f"{where}: {len(tokens)} tokens, but {len(scores)} scores and {len(kinds)} token types"
+        )
+    unknown = values.get("tokenizer.ggml.unknown_token_id", 0)
+    return sentencepiece_bpe(
+        tokens,
+        scores,
+        kinds,
+        unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else tokens[0],
+        add_space_prefix=values.get("tokenizer.ggml.add_space_prefix", True),
+    )
+
+
+def _mark_added(backend: tokenizers.Tokenizer, tokens: list[str], kinds: Sequence[int]) -> None:
+    """Tokens that are recognised in a text as they are written; control tokens are special besides."""
+    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _UNKNOWN)]
+    user = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in user])
 
 
 def _named_tokens(values: dict[str, Any], tokens: list[str], where: str) -> dict[str, tuple[str, int]]:
