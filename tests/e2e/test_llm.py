@@ -37,7 +37,7 @@ def llm(smollm2: str) -> Iterator[LLM]:
 def run(llm: LLM, prompts: Any, params: Any, **options: Any) -> list[Any]:
     results = llm.generate(prompts, params, progress=False, **options)
     stats = llm._worker.stats()
-    assert stats["held_pages"] == 0
+    assert stats["pages_held"] == 0
     llm._worker.scheduler.check()
     return results
 
@@ -139,9 +139,9 @@ def test_chat_stops_at_the_models_end_token(llm: LLM) -> None:
 def test_greedy_tokens_equal_transformers(llm: LLM) -> None:
     import torch
 
-    from tests.models.tiny import hf_from_source
+    from benchmarks.offline_vs_transformers import load_transformers
 
-    hf = hf_from_source(llm.settings.source, llm.settings.model)
+    hf = load_transformers("smollm2", "float32")
     ours = run(llm, PROMPTS, SamplingParams(temperature=0, max_new_tokens=32, ignore_eos=True))
     for result in ours:
         ids = torch.tensor([result.prompt_token_ids])

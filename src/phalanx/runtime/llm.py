@@ -104,6 +104,10 @@ class LLM:
         """
         texts, ids = self._tokenize(_as_list(prompts))
         samplings = _per_prompt(params, len(ids))
+        if self._detokenizer is None and any(s.stop for s in samplings):
+            raise RequestError(
+                "stop strings need a tokenizer, but skip_tokenizer_init was asked for", param="stop"
+            )
         requests, owners = [], []
         for i, (prompt_ids, sampling) in enumerate(zip(ids, samplings, strict=True)):
             streams = range(len(owners), len(owners) + sampling.n)
