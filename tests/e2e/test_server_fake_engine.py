@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phalanx.server.schema_generate import DetokenizeBody, GenerateBody, SamplingFields, TokenizeBody
+from phalanx.server.schema_openai import ChatBody, CompletionBody
 from tests.e2e.fake_engine import TOTAL_PAGES, count_up, logprob_of
 from tests.e2e.server_harness import (
     CONTEXT,
@@ -384,6 +389,50 @@ def test_failure_in_the_middle_of_a_stream_is_an_event(client, engine):
     events = stream(client, {"max_new_tokens": 9})
     assert events[-1]["error"]["message"] == "not finite"
     error_of(client.post("/generate", json={"text": "x"}), 500)
+
+
+# ---- anything at all
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+def bodies(*schemas):
+    names = sorted({name for schema in schemas for name in schema.__struct_fields__})
+    return st.dictionaries(st.sampled_from(names), JSON, max_size=4)
+
+
+ANY_BODY = {
+    "/generate": st.builds(
+        lambda body, sampling: {"text": "hi", "sampling_params": sampling, **body},
+        bodies(GenerateBody),
+        bodies(SamplingFields),
+    ),
+    "/v1/completions": bodies(CompletionBody).map(lambda body: {"prompt": "hi", **body}),
+    "/v1/chat/completions": bodies(ChatBody).map(
+        lambda body: {"messages": [{"role": "user", "content": "hi"}], **body}
+    ),
+    "/tokenize": bodies(TokenizeBody),
+    "/detokenize": bodies(DetokenizeBody),
+}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("path", ANY_BODY)
+@given(st.data())
+def test_any_body_is_served_or_refused(client, path, data):
+    """Never a 500, whatever the fields hold."""
+    body = data.draw(ANY_BODY[path])
+    reply = client.post(path, content=msgspec.json.encode(body))
+    if reply.status_code == 200:
+        assert "internal error" not in reply.text
+    else:
+        assert reply.status_code in (400, 404), (body, reply.text)
+        error_of(reply, reply.status_code)
 
 
 # ---- management

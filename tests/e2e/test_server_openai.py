@@ -275,6 +275,14 @@ def test_echo_with_logprobs(client):
     assert only_prompt.text == "hi!" and only_prompt.logprobs.tokens == ["h", "i", "!"]
 
 
+def test_text_offsets_count_characters(client, engine):
+    """Half characters and hidden special tokens do not shift them."""
+    engine.reply = lambda request: [*"é".encode(), BOS, 98, EOS]
+    logprobs = client.completions.create(model=MODEL, prompt="x", logprobs=0).choices[0].logprobs
+    assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "<s>", "b", "</s>"]
+    assert logprobs.text_offset == [0, 1, 1, 1, 2]
+
+
 def test_completion_logprobs_hold_the_chosen_token(client):
     reply = client.completions.create(model=MODEL, prompt="x", max_tokens=2, logprobs=0)
     assert reply.choices[0].logprobs.top_logprobs == [{"a": logprob_of(97)}, {"b": logprob_of(98)}]

@@ -20,7 +20,7 @@ from phalanx.core.errors import PhalanxError
 from phalanx.runtime.channels import WorkerChannel
 from phalanx.runtime.process import die_with_parent, setup_logging
 from phalanx.server.app import Application
-from phalanx.server.state import build_worker
+from phalanx.server.state import build_api_worker
 from phalanx.text.tokenizer import load_tokenizer
 
 _BACKLOG = 4096
@@ -67,7 +67,7 @@ def _build(settings: Settings, worker_id: int, ipc_dir: Path) -> Application:
             chat_template=settings.server.chat_template,
         )
     channel = WorkerChannel(str(ipc_dir), worker_id)
-    return Application(build_worker(settings, worker_id, channel, tokenizer))
+    return Application(build_api_worker(settings, worker_id, channel, tokenizer))
 
 
 def serve(application: Application, listener: socket.socket, *, log_level: str = "info") -> None:

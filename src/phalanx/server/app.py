@@ -20,11 +20,11 @@ from phalanx.server.response import CORS, Message, Receive, Response, Send, read
 from phalanx.server.routes_generate import generate
 from phalanx.server.routes_manage import build_router
 from phalanx.server.routes_openai import chat_completions, completions
-from phalanx.server.state import Worker
+from phalanx.server.state import ApiWorker
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Worker, bytes, Receive, Response], Awaitable[None]]
+Handler = Callable[[ApiWorker, bytes, Receive, Response], Awaitable[None]]
 
 _PREFLIGHT_HEADERS = [
     CORS,
@@ -44,7 +44,7 @@ _OPEN_PATHS = ("/health",)
 class Application:
     """ASGI 3. The generating routes get the raw `send`: the dispatcher writes through it."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: ApiWorker) -> None:
         self._worker = worker
         self._fastapi = _build_fastapi(worker)
         key = worker.settings.server.api_key
@@ -109,7 +109,7 @@ def _with_cors(send: Send) -> Send:
     return send_with_cors
 
 
-def _build_fastapi(worker: Worker) -> FastAPI:
+def _build_fastapi(worker: ApiWorker) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.engine.start()

@@ -13,7 +13,7 @@ from phalanx.server.errors import renamed
 from phalanx.server.logprobs import LogprobLog
 from phalanx.server.response import Receive, Response, wait_disconnect
 from phalanx.server.sessions import Call, Form, OutputStream
-from phalanx.server.state import Worker
+from phalanx.server.state import ApiWorker
 from phalanx.text.output import TextStream
 
 
@@ -28,7 +28,7 @@ class Ask:
 
 
 def make_streams(
-    worker: Worker, call: Call, asks: Sequence[Ask], names: Mapping[str, str] | None = None
+    worker: ApiWorker, call: Call, asks: Sequence[Ask], names: Mapping[str, str] | None = None
 ) -> None:
     """Settle every prompt and add its streams to the call; nothing is sent yet.
 
@@ -60,7 +60,7 @@ def make_streams(
             )
 
 
-async def run_call(worker: Worker, call: Call, receive: Receive) -> None:
+async def run_call(worker: ApiWorker, call: Call, receive: Receive) -> None:
     """Send the call to the engine and stay until it is answered or its client has gone."""
     worker.engine.require_alive()
     worker.dispatcher.register(call)

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from phalanx.server.state import Worker
+from phalanx.server.state import ApiWorker
 
 _HIDDEN = "(hidden)"
 _PAGES = ("total", "free", "cached", "held")
 
 
-def model_card(worker: Worker) -> dict[str, Any]:
+def model_card(worker: ApiWorker) -> dict[str, Any]:
     """OpenAI's model object."""
     server = worker.settings.server
     return {
@@ -27,7 +27,7 @@ def model_card(worker: Worker) -> dict[str, Any]:
     }
 
 
-def model_info(worker: Worker) -> dict[str, Any]:
+def model_info(worker: ApiWorker) -> dict[str, Any]:
     """SGLang's /model_info."""
     settings = worker.settings
     return {
@@ -45,7 +45,7 @@ def model_info(worker: Worker) -> dict[str, Any]:
     }
 
 
-def server_info(worker: Worker, stats: dict[str, Any]) -> dict[str, Any]:
+def server_info(worker: ApiWorker, stats: dict[str, Any]) -> dict[str, Any]:
     """Every settled setting, flat under SGLang's names and nested as it is kept; the engine's counters."""
     groups: dict[str, Any] = msgspec.to_builtins(worker.settings)
     if groups["server"]["api_key"] is not None:

@@ -92,8 +92,10 @@ class OpenAIForm:
         if stream.logprobs is not None and stream.num_sent > start:
             parts.append(self._envelope.chunk(choices=[self._choices.delta(stream, text, start)]))
         elif text:
-            before, after = self._choices.between(stream.index)
-            parts.append(b"".join((self._envelope.head, before, encode_json(text), after)))
+            if not stream.head:
+                before, stream.prefix = self._choices.between(stream.index)
+                stream.head = self._envelope.head + before
+            parts.append(b"".join((stream.head, encode_json(text), stream.prefix)))
         if stream.finish is not None:
             parts.append(self._envelope.chunk(choices=[self._choices.last(stream)]))
         return b"".join(parts)
@@ -204,7 +206,7 @@ class CompletionChoices:
         if stream.logprobs is None:
             return None
         first = int(stream.request.input_ids[0])
-        stream.text_offset = len(self._texts.text(first) or "")
+        stream.text_offset = self._length(stream, first)
         rest = self._columns(stream, stream.logprobs.prompt, 0, len(stream.logprobs.prompt.token_ids))
         return {
             "tokens": [self._texts.key(first), *rest["tokens"]],
@@ -212,6 +214,11 @@ class CompletionChoices:
             "top_logprobs": [None, *rest["top_logprobs"]],
             "text_offset": [0, *rest["text_offset"]],
         }
+
+    def _length(self, stream: OutputStream, token_id: int) -> int:
+        """Characters that the token adds to the text."""
+        skips_special = stream.request.sampling.skip_special_tokens
+        return self._texts.num_chars(token_id, skips_special=skips_special)
 
     def _output_logprobs(self, stream: OutputStream, start: int) -> dict[str, Any]:
         assert stream.logprobs is not None
@@ -223,7 +230,7 @@ class CompletionChoices:
             token = self._texts.key(log.token_ids[i])
             tokens.append(token)
             offsets.append(stream.text_offset)
-            stream.text_offset += len(self._texts.text(log.token_ids[i]) or "")
+            stream.text_offset += self._length(stream, log.token_ids[i])
             # The chosen token is always among them, as OpenAI's are: up to logprobs + 1 entries.
             top = {self._texts.key(j): value for value, j in log.top[i]}
             top.setdefault(token, log.logprobs[i])

@@ -61,14 +61,24 @@ class TokenTexts:
 
     Args:
         to_bytes: the bytes of one id; None without a tokenizer.
+        special_ids: ids that are left out of texts by default.
     """
 
-    def __init__(self, to_bytes: Callable[[int], bytes] | None) -> None:
+    def __init__(
+        self, to_bytes: Callable[[int], bytes] | None, special_ids: frozenset[int] = frozenset()
+    ) -> None:
         self._to_bytes = to_bytes
+        self._special_ids = special_ids
 
     def text(self, token_id: int) -> str | None:
         """The token's text; None without a tokenizer."""
         return None if self._to_bytes is None else self._to_bytes(token_id).decode("utf-8", "replace")
+
+    def num_chars(self, token_id: int, *, skips_special: bool) -> int:
+        """Characters that begin in this token: over all tokens of a text they add up to its length."""
+        if self._to_bytes is None or (skips_special and token_id in self._special_ids):
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in self._to_bytes(token_id))  # not a UTF-8 continuation
 
     def key(self, token_id: int) -> str:
         """The token's name in completions; bytes that are no text by themselves are spelled out."""

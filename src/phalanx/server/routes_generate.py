@@ -11,12 +11,12 @@ from phalanx.server.form_generate import GenerateForm
 from phalanx.server.params import logprobs_from_generate, one_of, sampling_from_generate
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody
-from phalanx.server.state import Worker
+from phalanx.server.state import ApiWorker
 
 _decoder = msgspec.json.Decoder(GenerateBody)
 
 
-async def generate(worker: Worker, raw_body: bytes, receive: Receive, response: Response) -> None:
+async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one request; errors are raised as RequestError before anything is sent."""
     body = await worker.offload(len(raw_body), decode_json, _decoder, raw_body)
     refuse_unsupported(body, UNSUPPORTED)
@@ -44,7 +44,7 @@ async def generate(worker: Worker, raw_body: bytes, receive: Receive, response: 
     await run_call(worker, call, receive)
 
 
-async def _prompt_ids(worker: Worker, body: GenerateBody) -> tuple[list[list[int]], bool]:
+async def _prompt_ids(worker: ApiWorker, body: GenerateBody) -> tuple[list[list[int]], bool]:
     """The ids of each prompt, and whether the client sent a list of prompts."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")

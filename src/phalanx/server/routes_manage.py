@@ -20,7 +20,7 @@ from phalanx.server.metrics import render
 from phalanx.server.response import Message, read_body
 from phalanx.server.response import Response as StreamResponse
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, TokenizeBody
-from phalanx.server.state import Worker
+from phalanx.server.state import ApiWorker
 
 _HEALTH_GENERATE_S = 20.0
 _FLUSH_POLL_S = 0.1
@@ -30,7 +30,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 _abort_decoder = msgspec.json.Decoder(AbortBody)
 
 
-def build_router(worker: Worker) -> APIRouter:
+def build_router(worker: ApiWorker) -> APIRouter:
     """All routes, bound to one worker."""
     router = APIRouter()
     _add_health(router, worker)
@@ -40,7 +40,7 @@ def build_router(worker: Worker) -> APIRouter:
     return router
 
 
-def _add_health(router: APIRouter, worker: Worker) -> None:
+def _add_health(router: APIRouter, worker: ApiWorker) -> None:
     @router.get("/health", summary="200 when the engine can take requests, 503 otherwise")
     async def health() -> Response:
         worker.engine.require_alive()
@@ -53,7 +53,7 @@ def _add_health(router: APIRouter, worker: Worker) -> None:
         return Response(status_code=200)
 
 
-async def _generate_one_token(worker: Worker) -> None:
+async def _generate_one_token(worker: ApiWorker) -> None:
     """Run a one-token request through the engine, without HTTP.
 
     Raises:
@@ -86,7 +86,7 @@ async def _generate_one_token(worker: Worker) -> None:
         raise RequestError("the engine failed to generate", status=503)
 
 
-def _add_facts(router: APIRouter, worker: Worker) -> None:
+def _add_facts(router: APIRouter, worker: ApiWorker) -> None:
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card(worker)]}
@@ -119,7 +119,7 @@ def _add_facts(router: APIRouter, worker: Worker) -> None:
         return PlainTextResponse(text)
 
 
-def _add_text(router: APIRouter, worker: Worker) -> None:
+def _add_text(router: APIRouter, worker: ApiWorker) -> None:
     @router.post("/tokenize")
     @router.post("/v1/tokenize", include_in_schema=False)
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _add_text(router: APIRouter, worker: Worker) -> None:
         return {"text": texts if lists else texts[0]}
 
 
-def _check_ids(worker: Worker, ids: list[int]) -> None:
+def _check_ids(worker: ApiWorker, ids: list[int]) -> None:
     for token in ids:
         if not 0 <= token < worker.settler.vocab_size:
             raise RequestError(
@@ -178,7 +178,7 @@ def _check_ids(worker: Worker, ids: list[int]) -> None:
             )
 
 
-def _add_management(router: APIRouter, worker: Worker) -> None:
+def _add_management(router: APIRouter, worker: ApiWorker) -> None:
     @router.api_route("/flush_cache", methods=["GET", "POST"], response_class=PlainTextResponse)
     async def flush_cache(timeout: float = 0.0) -> PlainTextResponse:
         deadline = time.monotonic() + timeout
@@ -207,6 +207,6 @@ def _add_management(router: APIRouter, worker: Worker) -> None:
         return JSONResponse(kv_cache(reply.data))
 
 
-async def _body(request: Request, worker: Worker) -> bytes:
+async def _body(request: Request, worker: ApiWorker) -> bytes:
     raw = await read_body(request.receive, worker.settings.server.max_body_bytes)
     return b"" if raw is None else raw

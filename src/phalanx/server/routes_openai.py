@@ -13,13 +13,13 @@ from phalanx.server.form_openai import ChatChoices, ChoiceForm, CompletionChoice
 from phalanx.server.params import logprobs_from_openai, openai_names, sampling_from_openai
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_openai import ChatBody, CompletionBody, check_supported
-from phalanx.server.state import Worker
+from phalanx.server.state import ApiWorker
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 
-async def chat_completions(worker: Worker, raw_body: bytes, receive: Receive, response: Response) -> None:
+async def chat_completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one chat; errors are raised as RequestError before anything is sent."""
     body = await worker.offload(len(raw_body), decode_json, _chat_decoder, raw_body)
     check_supported(body)
@@ -45,7 +45,7 @@ async def chat_completions(worker: Worker, raw_body: bytes, receive: Receive, re
     await _run(worker, body, [input_ids], "chat.completion", choices, receive, response)
 
 
-async def completions(worker: Worker, raw_body: bytes, receive: Receive, response: Response) -> None:
+async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one text completion; errors are raised as RequestError before anything is sent."""
     body = await worker.offload(len(raw_body), decode_json, _completion_decoder, raw_body)
     check_supported(body)
@@ -62,7 +62,7 @@ async def completions(worker: Worker, raw_body: bytes, receive: Receive, respons
 
 
 async def _run(
-    worker: Worker,
+    worker: ApiWorker,
     body: ChatBody | CompletionBody,
     prompts: list[list[int]],
     kind: str,
@@ -81,7 +81,7 @@ async def _run(
     await run_call(worker, call, receive)
 
 
-async def _prompts(worker: Worker, prompt: Any) -> tuple[list[str] | None, list[list[int]]]:
+async def _prompts(worker: ApiWorker, prompt: Any) -> tuple[list[str] | None, list[list[int]]]:
     """The texts, if texts were given, and the ids of each prompt."""
     if prompt is None or prompt == "" or prompt == []:
         raise RequestError("prompt is empty: it needs at least one token", param="prompt")
@@ -100,7 +100,7 @@ async def _prompts(worker: Worker, prompt: Any) -> tuple[list[str] | None, list[
     return prompt, await worker.offload(sum(map(len, prompt)), tokenizer.encode_batch, prompt)
 
 
-def _within(worker: Worker, prompts: list[list[int]]) -> list[list[int]]:
+def _within(worker: ApiWorker, prompts: list[list[int]]) -> list[list[int]]:
     """The prompts, checked to lie within the vocabulary before they are decoded."""
     for ids in prompts:
         worker.settler.check_prompt(ids)

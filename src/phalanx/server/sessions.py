@@ -24,7 +24,7 @@ class OutputStream:
         error: (HTTP status, message) if it failed.
         has_started: a chunk of it was written.
         text_offset: characters of its tokens told so far, for completions' log-probabilities.
-        head, prefix, sent_json, sent_ids_json: bytes that its next event repeats (see GenerateForm).
+        head, prefix, sent_json, sent_ids_json: bytes that its form puts into every event.
     """
 
     call: Call

@@ -28,7 +28,7 @@ INLINE_BYTES = 8192
 
 
 @dataclass(slots=True)
-class Worker:
+class ApiWorker:
     """The parts of one API worker. tokenizer, detokenizer: None with skip_tokenizer_init."""
 
     settings: Settings
@@ -82,9 +82,9 @@ class Worker:
         self.engine.close()
 
 
-def build_worker(
+def build_api_worker(
     settings: Settings, worker_id: int, channel: WorkerEnd, tokenizer: Tokenizer | None
-) -> Worker:
+) -> ApiWorker:
     """Wire up one worker."""
     eos = settings.model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ())
     settler = Settler(
@@ -116,12 +116,15 @@ def build_worker(
         on_control=on_control,
         on_ready=on_ready,
     )
-    return Worker(
+    texts = TokenTexts(None)
+    if tokenizer is not None:
+        texts = TokenTexts(tokenizer.id_to_bytes, tokenizer.special_ids)
+    return ApiWorker(
         settings=settings,
         worker_id=worker_id,
         tokenizer=tokenizer,
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
-        token_texts=TokenTexts(None if tokenizer is None else tokenizer.id_to_bytes),
+        token_texts=texts,
         settler=settler,
         engine=engine,
         dispatcher=dispatcher,
