@@ -8,6 +8,7 @@ from phalanx.core.request import EngineRequest
 from phalanx.core.sampling_params import MAX_STOP_TOKEN_IDS
 from phalanx.scheduler.pages import RowPages
 from phalanx.scheduler.queue import Waiting
+from phalanx.scheduler.records import pack
 
 
 def check_config(config: SchedulerConfig, num_pages: int, page_size: int) -> None:
@@ -29,7 +30,7 @@ def check_config(config: SchedulerConfig, num_pages: int, page_size: int) -> Non
 
 
 def check_request(request: EngineRequest, context_length: int, pages: RowPages) -> Waiting:
-    """What a request will take: its output bound, cut to the context, and its pages.
+    """A request as it waits, its output bound cut to the context.
 
     Raises:
         RequestError: 400, it can never run; the message names both numbers.
@@ -63,4 +64,4 @@ def check_request(request: EngineRequest, context_length: int, pages: RowPages) 
             f"of KV cache, which has room for {total * pages.page_size}",
             code="kv_cache_exceeded",
         )
-    return Waiting(request=request, max_new_tokens=max_new_tokens, num_pages=num_pages)
+    return Waiting(request, prompt_len, num_pages, pack(request, max_new_tokens, num_pages))

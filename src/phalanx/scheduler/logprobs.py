@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from phalanx.core.request import LogprobParams
 from phalanx.core.step import Bool, Int32, Int64, LogprobPlan, TokenLogprobs
-from phalanx.scheduler.prefill import Chunk
+from phalanx.scheduler.prefill import Chunks
 from phalanx.scheduler.ragged import expand, indptr_of
 
 _NO_INTS: Int32 = np.zeros(0, dtype=np.int32)
+
+
+class _PromptSpan(NamedTuple):
+    """Prompt positions from `start` on, with tokens `targets`, that chunk number `chunk` delivers."""
+
+    chunk: int
+    start: int
+    targets: Int32
+    params: LogprobParams
+
+
+def _prompt_spans(chunks: Chunks) -> Iterator[_PromptSpan]:
+    for i, request in enumerate(chunks.requests):
+        params = request.logprobs
+        if params is None or params.prompt_start < 0:
+            continue
+        start = int(chunks.starts[i])
+        first = max(start + 1, params.prompt_start)
+        targets = request.input_ids[first : start + int(chunks.lens[i]) + 1]
+        if len(targets):
+            yield _PromptSpan(i, first, targets, params)
 
 
 class LogprobRows:
@@ -47,35 +69,31 @@ class LogprobRows:
             self._wanted[row] = False
         self._ids_len[rows] = 0
 
-    def plan(self, sample_rows: Int64, chunks: Sequence[Chunk]) -> LogprobPlan | None:
+    def plan(self, sample_rows: Int64, chunks: Chunks) -> LogprobPlan | None:
         """What this step has to compute, or None.
 
         Args:
             sample_rows: [s] int64, as in StepPlan.
             chunks: as in PrefillChunks.
         """
-        prompts = [(i, c) for i, c in enumerate(chunks) if c.delivers_logprobs()]
-        if not self._params and not prompts:
-            return None
-        index = np.flatnonzero(self._wanted[sample_rows])
+        prompts = list(_prompt_spans(chunks))
+        index = np.flatnonzero(self._wanted.take(sample_rows)) if self._params else _NO_INTS
         if not len(index) and not prompts:
             return None
         rows = sample_rows[index]
-        params = [c.logprobs for _, c in prompts]
-        targets = [c.request.input_ids[c.logprob_start() : c.logprob_stop()] for _, c in prompts]
         ids_len = self._ids_len[rows]
         return LogprobPlan(
             sample_index=index.astype(np.int32),
             top_k=self._top_k[rows],
             ids_indptr=indptr_of(ids_len),
             ids=self._ids[expand(self._ids_first[rows], ids_len)],
-            prompt_chunk=np.array([i for i, _ in prompts], dtype=np.int32),
-            prompt_start=np.array([c.logprob_start() for _, c in prompts], dtype=np.int32),
-            prompt_top_k=np.array([p.top_k for p in params], dtype=np.int32),
-            prompt_ids_indptr=indptr_of(np.array([len(p.token_ids) for p in params], dtype=np.int32)),
-            prompt_ids=np.array([token for p in params for token in p.token_ids], dtype=np.int32),
-            prompt_indptr=indptr_of(np.array([len(t) for t in targets], dtype=np.int32)),
-            prompt_targets=np.concatenate([_NO_INTS, *targets]),
+            prompt_chunk=np.array([p.chunk for p in prompts], dtype=np.int32),
+            prompt_start=np.array([p.start for p in prompts], dtype=np.int32),
+            prompt_top_k=np.array([p.params.top_k for p in prompts], dtype=np.int32),
+            prompt_ids_indptr=indptr_of(np.array([len(p.params.token_ids) for p in prompts], dtype=np.int32)),
+            prompt_ids=np.array([token for p in prompts for token in p.params.token_ids], dtype=np.int32),
+            prompt_indptr=indptr_of(np.array([len(p.targets) for p in prompts], dtype=np.int32)),
+            prompt_targets=np.concatenate([_NO_INTS, *(p.targets for p in prompts)]),
         )
 
     def _rebuild(self) -> None:

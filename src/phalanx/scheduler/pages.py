@@ -139,8 +139,10 @@ class RowPages:
         """Append so many pages to the lists of these rows ([k] each)."""
         page_ids = self.allocator.alloc(int(num_pages.sum()))
         held = self.held[rows]
-        of_page = np.repeat(rows, num_pages)
-        page_index = expand(held.astype(np.int64), num_pages)
+        if len(page_ids) == len(rows) and self.pages_per_grant == 1 and (num_pages == 1).all():
+            of_page, page_index = rows, held.astype(np.int64)
+        else:
+            of_page, page_index = np.repeat(rows, num_pages), expand(held.astype(np.int64), num_pages)
         self._lists[of_page * self.max_pages_per_row + page_index] = page_ids
         self.held[rows] = held + num_pages
         return PageGrants(

@@ -2,51 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.config.groups import SchedulerConfig
-from phalanx.core.request import EngineRequest, LogprobParams
-from phalanx.core.step import Int64, PrefillChunks
+from phalanx.core.request import EngineRequest
+from phalanx.core.step import Bool, Int32, Int64, PrefillChunks
 from phalanx.scheduler.pages import RowPages
 from phalanx.scheduler.queue import Waiting, WaitingQueue
 
-_NO_PROMPT_LOGPROBS = LogprobParams()
-
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Prompt positions start .. stop-1 of a row."""
+class PartialPrompt:
+    """A prompt whose first `done` tokens are launched, and its row."""
 
     row: int
     request: EngineRequest
-    start: int
-    stop: int
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of a step, [m] each: prompt positions starts[i] .. starts[i]+lens[i]-1 of requests[i]."""
+
+    rows: Int64
+    starts: Int32
+    lens: Int32
+    prompt_lens: Int32
+    requests: list[EngineRequest]
 
     @property
-    def is_last(self) -> bool:
-        """Whether the prompt ends here."""
-        return self.stop == len(self.request.input_ids)
+    def count(self) -> int:
+        """Number of chunks."""
+        return len(self.requests)
 
-    @property
-    def logprobs(self) -> LogprobParams:
-        """What the request wants (prompt_start -1: nothing of its prompt)."""
-        return self.request.logprobs or _NO_PROMPT_LOGPROBS
+    def is_last(self) -> Bool:
+        """[m] bool: the prompt ends with this chunk."""
+        ends: Bool = self.starts + self.lens == self.prompt_lens
+        return ends
 
-    def delivers_logprobs(self) -> bool:
-        """Whether any prompt position's log-probability comes out of this chunk."""
-        return self.request.logprobs is not None and self.logprob_start() < self.logprob_stop()
+    def after(self, partial: PartialPrompt, taken: int) -> Chunks:
+        """These, behind a chunk of `taken` tokens that goes on with a partly launched prompt."""
+        return Chunks(
+            rows=np.concatenate((np.array([partial.row]), self.rows)),
+            starts=np.concatenate((np.array([partial.done], dtype=np.int32), self.starts)),
+            lens=np.concatenate((np.array([taken], dtype=np.int32), self.lens)),
+            prompt_lens=np.concatenate(
+                (np.array([len(partial.request.input_ids)], dtype=np.int32), self.prompt_lens)
+            ),
+            requests=[partial.request, *self.requests],
+        )
 
-    def logprob_start(self) -> int:
-        """First prompt position whose log-probability this chunk delivers."""
-        wanted = self.logprobs.prompt_start
-        return max(self.start + 1, wanted) if wanted >= 0 else len(self.request.input_ids)
+    def partial(self) -> PartialPrompt | None:
+        """The last chunk's prompt if it does not end here. (No other can be cut.)"""
+        if not self.requests:
+            return None
+        request, done = self.requests[-1], int(self.starts[-1] + self.lens[-1])
+        return PartialPrompt(int(self.rows[-1]), request, done) if done < len(request.input_ids) else None
 
-    def logprob_stop(self) -> int:
-        """One past the last such position; not above `logprob_start()` if there is none."""
-        return min(self.stop + 1, len(self.request.input_ids))
+    def build(self, pages: RowPages) -> PrefillChunks:
+        """The plan's arrays."""
+        spans = zip(self.requests, self.starts.tolist(), self.lens.tolist(), strict=True)
+        return PrefillChunks(
+            rows=self.rows.astype(np.int32),
+            starts=self.starts,
+            lens=self.lens,
+            is_last=self.is_last(),
+            input_ids=np.concatenate([r.input_ids[start : start + size] for r, start, size in spans]),
+            slots=pages.slots(self.rows, self.starts, self.lens),
+        )
 
 
 class TokenBudget:
@@ -65,12 +90,10 @@ class TokenBudget:
 
     def take(self, num_tokens: int) -> int:
         """How many of a prompt's `num_tokens` (>= 1) remaining tokens run in this step; 0: it is full."""
-        if not self._split and (self._first or num_tokens <= self._left):
+        if num_tokens <= self._left or (self._first and not self._split):
             taken = num_tokens
-        elif self._split:
-            taken = min(num_tokens, self._left)
         else:
-            taken = 0
+            taken = self._left if self._split else 0
         self._first = False
         self._left -= taken
         return taken
@@ -86,37 +109,21 @@ def admit(
     """
     admitted: list[Waiting] = []
     lens: list[int] = []
-    while queue and len(admitted) < num_rows:
-        head = queue.head()
-        if head.num_pages > num_pages:
+    for head in queue.in_order():
+        if len(admitted) == num_rows or head.num_pages > num_pages:
             break
-        taken = budget.take(len(head.request.input_ids))
+        taken = budget.take(head.prompt_len)
         if taken == 0:
             break
         num_pages -= head.num_pages
-        admitted.append(queue.pop())
+        admitted.append(head)
         lens.append(taken)
+    queue.pop(len(admitted))
     return admitted, lens
 
 
-def build_chunks(chunks: Sequence[Chunk], pages: RowPages) -> tuple[PrefillChunks, Int64]:
-    """The arrays of these chunks, and the rows of those that end their prompt ([l] int64)."""
-    rows = np.array([c.row for c in chunks], dtype=np.int64)
-    starts = np.array([c.start for c in chunks], dtype=np.int32)
-    lens = np.array([c.stop - c.start for c in chunks], dtype=np.int32)
-    is_last = np.array([c.is_last for c in chunks], dtype=np.bool_)
-    prefill = PrefillChunks(
-        rows=rows.astype(np.int32),
-        starts=starts,
-        lens=lens,
-        is_last=is_last,
-        input_ids=np.concatenate([c.request.input_ids[c.start : c.stop] for c in chunks]),
-        slots=pages.slots(rows, starts, lens),
-    )
-    return prefill, rows[is_last]
-
-
-_NONE = np.zeros(0, dtype=np.int32)
-NO_CHUNKS = PrefillChunks(
+_NONE: Int32 = np.zeros(0, dtype=np.int32)
+NO_CHUNKS = Chunks(rows=np.zeros(0, dtype=np.int64), starts=_NONE, lens=_NONE, prompt_lens=_NONE, requests=[])
+NO_PREFILL = PrefillChunks(
     rows=_NONE, starts=_NONE, lens=_NONE, is_last=np.zeros(0, dtype=np.bool_), input_ids=_NONE, slots=_NONE
 )

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.core.request import EngineRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Waiting:
     """A checked request and what it will take.
 
     Attributes:
         request: the request.
-        max_new_tokens: its output bound, cut to what the context leaves.
+        prompt_len: tokens of its prompt.
         num_pages: pages it can hold at most.
+        packed: its record, see `records`.
     """
 
     request: EngineRequest
-    max_new_tokens: int
+    prompt_len: int
     num_pages: int
+    packed: bytes
 
 
 class WaitingQueue:
@@ -40,13 +43,14 @@ class WaitingQueue:
         """Append."""
         self._entries[waiting.request.stream_id] = waiting
 
-    def head(self) -> Waiting:
-        """The one that has waited longest; the queue must not be empty."""
-        return next(iter(self._entries.values()))
+    def in_order(self) -> Iterable[Waiting]:
+        """All of them, the one that has waited longest first."""
+        return self._entries.values()
 
-    def pop(self) -> Waiting:
-        """Take the head out."""
-        return self._entries.popitem(last=False)[1]
+    def pop(self, count: int) -> None:
+        """Take the first `count` out."""
+        for _ in range(count):
+            self._entries.popitem(last=False)
 
     def remove(self, stream_id: int) -> bool:
         """Take one out, wherever it stands; False if it is not here."""

@@ -33,12 +33,18 @@ from phalanx.scheduler.outputs import (
     settle,
 )
 from phalanx.scheduler.pages import RowPages, concat_grants
-from phalanx.scheduler.prefill import NO_CHUNKS, Chunk, TokenBudget, admit, build_chunks
+from phalanx.scheduler.prefill import (
+    NO_CHUNKS,
+    NO_PREFILL,
+    Chunks,
+    PartialPrompt,
+    TokenBudget,
+    admit,
+)
 from phalanx.scheduler.queue import Waiting, WaitingQueue
+from phalanx.scheduler.records import NO_ENTERING, device_columns, unpack
 from phalanx.scheduler.stats import Counters
-from phalanx.scheduler.table import NO_ENTERING, RequestTable, RowState, device_columns
-
-_NO_ROWS: Int64 = np.zeros(0, dtype=np.int64)
+from phalanx.scheduler.table import RequestTable, RowState
 
 
 class Scheduler:
@@ -68,7 +74,7 @@ class Scheduler:
         self._logprobs = LogprobRows(self.table.num_rows)
         self._counters = Counters()
         self._row_of: dict[int, int] = {}  # stream id -> row, streams that have not ended
-        self._partial: Chunk | None = None  # the last chunk of the one prompt that is partly launched
+        self._partial: PartialPrompt | None = None  # never more than one
         self._launched: deque[LaunchedStep] = deque()
         self._zombies: deque[tuple[int, Int64]] = deque()  # (release after this step, rows)
         self._last_planned = 0
@@ -128,10 +134,11 @@ class Scheduler:
         is_decode = table.state == RowState.DECODE
         decode_rows = np.flatnonzero(is_decode)
         entering, chunks = self._plan_chunks()
-        if not len(decode_rows) and not chunks:
+        if not len(decode_rows) and not chunks.count:
             return None
         grants = self.pages.advance(is_decode)
-        prefill, last_rows = build_chunks(chunks, self.pages) if chunks else (NO_CHUNKS, _NO_ROWS)
+        prefill = chunks.build(self.pages) if chunks.count else NO_PREFILL
+        last_rows = chunks.rows[prefill.is_last]
         sample_rows = np.concatenate((decode_rows, last_rows)) if len(last_rows) else decode_rows
 
         num_generated = table.launched.take(sample_rows)
@@ -286,36 +293,38 @@ class Scheduler:
 
     # Inside
 
-    def _plan_chunks(self) -> tuple[EnteringRows, list[Chunk]]:
-        if self._partial is None and not self._queue:
-            return NO_ENTERING, []
+    def _plan_chunks(self) -> tuple[EnteringRows, Chunks]:
+        partial = self._partial
+        if partial is None and not self._queue:
+            return NO_ENTERING, NO_CHUNKS
         budget = TokenBudget(self.config)
-        chunks = []
-        if self._partial is not None:
-            done = self._partial
-            taken = budget.take(len(done.request.input_ids) - done.stop)
-            chunks.append(Chunk(done.row, done.request, done.stop, done.stop + taken))
+        taken = budget.take(len(partial.request.input_ids) - partial.done) if partial is not None else 0
         admitted, lens = admit(
             self._queue, budget, num_rows=self.table.num_free, num_pages=self.pages.num_unreserved
         )
-        entering = NO_ENTERING
-        if admitted:
-            rows, entering = self._enter(admitted)
-            for row, waiting, taken in zip(rows.tolist(), admitted, lens, strict=True):
-                chunks.append(Chunk(row, waiting.request, 0, taken))
-        self._partial = chunks[-1] if chunks and not chunks[-1].is_last else None
+        entering, chunks = self._enter(admitted, lens) if admitted else (NO_ENTERING, NO_CHUNKS)
+        if partial is not None:
+            chunks = chunks.after(partial, taken)
+        self._partial = chunks.partial()
         return entering, chunks
 
-    def _enter(self, admitted: list[Waiting]) -> tuple[Int64, EnteringRows]:
-        requests = [w.request for w in admitted]
-        rows = self.table.enter(requests, [w.max_new_tokens for w in admitted])
-        reserved = np.array([w.num_pages for w in admitted], dtype=np.int32)
-        self.pages.enter(rows, self.table.prompt_lens[rows], reserved)
-        for row, waiting in zip(rows.tolist(), admitted, strict=True):
-            self._row_of[waiting.request.stream_id] = row
-            if waiting.request.logprobs is not None and waiting.max_new_tokens > 0:
-                self._logprobs.enter(row, waiting.request.logprobs)
-        return rows, device_columns(rows, requests)
+    def _enter(self, admitted: list[Waiting], lens: list[int]) -> tuple[EnteringRows, Chunks]:
+        requests, records = [w.request for w in admitted], unpack(admitted)
+        rows = self.table.enter(records)
+        prompt_lens = records["prompt_len"].copy()
+        self.pages.enter(rows, prompt_lens, records["num_pages"])
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            self._row_of[request.stream_id] = row
+            if request.logprobs is not None and request.max_new_tokens > 0:
+                self._logprobs.enter(row, request.logprobs)
+        chunks = Chunks(
+            rows=rows,
+            starts=np.zeros(len(rows), dtype=np.int32),
+            lens=np.array(lens, dtype=np.int32),
+            prompt_lens=prompt_lens,
+            requests=requests,
+        )
+        return device_columns(rows, records, requests), chunks
 
     def _grant_last_pages(self, last_rows: Int64) -> PageGrants:
         """Name the partly filled last pages of prompts that have just ended, where decode goes on in them."""
