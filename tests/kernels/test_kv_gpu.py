@@ -49,12 +49,12 @@ def test_full_rows_of_a_table_past_2_to_the_31(rows_dtype):
     assert torch.equal(out, torch.cat([table[4096], table[0, :5], table[4095, :300000]]))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_size_is_read_once_and_total_reads_nothing():
     table, rows, lens = random_batch(300, 256, 0, 256)
     want_indptr, want = create_kv_indices(table, rows, lens, backend="naive")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         indptr, out = create_kv_indices(table, rows, lens, total=len(want))
         with pytest.raises(RuntimeError, match="synchronizing"):
             create_kv_indices(table, rows, lens)
@@ -87,13 +87,16 @@ def test_no_new_kernel_for_another_batch_stride_or_page_size():
     def compiled():
         return sum(len(cache[0]) for cache in copy_rows.device_caches.values())
 
-    wide, rows, lens = random_batch(64, 1000, 1, 900)
-    for page_size in (1, 2):
-        create_kv_indices(wide, rows, lens, page_size=page_size)
+    wide, rows, lens = random_batch(70, 1024, 1, 900)
+    for width in (1024, 1023):  # a row stride that is a multiple of 16, and one that is not
+        for page_size in (1, 2):
+            table = torch.zeros(80, width, dtype=torch.int32, device=DEVICE)
+            create_kv_indices(table, rows, lens, page_size=page_size)
     before = compiled()
-    for bs, width, page_size in [(1, 999, 1), (16, 998, 3), (33, 1000, 16), (64, 901, 1), (17, 960, 5)]:
+    assert before > 0
+    for bs, width, page_size in [(1, 1001, 1), (16, 992, 3), (33, 1010, 16), (64, 901, 1), (17, 960, 5)]:
         create_kv_indices(wide[:, :width], rows[:bs], lens[:bs], page_size=page_size)
-        other = torch.zeros(70, width + bs, dtype=torch.int32, device=DEVICE)
+        other = torch.zeros(80, width, dtype=torch.int32, device=DEVICE)
         create_kv_indices(other, rows[:bs], lens[:bs], page_size=page_size)
     assert compiled() == before
 

@@ -45,6 +45,15 @@ class Problem:
         """Number of KV indices."""
         return self.out.shape[0]
 
+    def memcpy(self) -> None:
+        """Copy `source` to `out`, less a tail of under 4 KiB.
+
+        A copy of an odd number of entries takes a slower path, 26 instead of 18 us for 8.5 million of them on an
+        H200, which would flatter the kernels.
+        """
+        even = self.entries // 1024 * 1024 or self.entries
+        self.out[:even].copy_(self.source[:even])
+
     def reset(self) -> None:
         """Undo the lengths that `step_prep` advanced."""
         self.seq_lens.copy_(self.seq_lens_before)
@@ -100,7 +109,7 @@ def contenders(device: torch.device) -> dict[str, Call]:
         step_prep(p.rows, p.num_live, p.seq_lens, p.table, p.granted, p.buffers, page_size=p.page_size)
 
     found: dict[str, Call] = {
-        "memcpy": lambda p: p.out.copy_(p.source),
+        "memcpy": Problem.memcpy,
         "naive": build("naive", given=False),
         "torch": build("torch", given=False),
     }
