@@ -68,8 +68,8 @@ class AttentionBlock:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, step: StepContext) -> torch.Tensor:
         """x, residual: [num_tokens, hidden_size]. Returns residual + attention(x)."""
         num_tokens = x.shape[0]
-        heads = self.qkv(x).view(num_tokens, -1, self.head_dim)
         num_qk = self.num_q_heads + self.num_kv_heads
+        heads = self.qkv(x).view(num_tokens, num_qk + self.num_kv_heads, self.head_dim)
         qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk[:, : self.num_q_heads], qk[:, self.num_q_heads :]
@@ -78,7 +78,7 @@ class AttentionBlock:
         q, k = qk[:, : self.num_q_heads], qk[:, self.num_q_heads :]
         store_kv(k, v, step.pool.k[self.index], step.pool.v[self.index], step.slot_mapping)
         attended = step.attn.forward(self.index, q, step.pool, step.attn_state)
-        return self.out(attended.reshape(num_tokens, -1), add=residual)
+        return self.out(attended.reshape(num_tokens, self.num_q_heads * self.head_dim), add=residual)
 
 
 class DecoderLayer:
