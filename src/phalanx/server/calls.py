@@ -16,6 +16,8 @@ from phalanx.server.sessions import Call, Form, OutputStream
 from phalanx.server.state import ApiWorker
 from phalanx.text.output import TextStream
 
+MAX_OUTPUTS = 1024  # SamplingParams.check allows no more for n
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -39,10 +41,10 @@ def make_streams(
     """
     for ask in asks:
         try:
-            ask.sampling.check(worker.settler.vocab_size)  # before n stream ids are drawn
             if ask.sampling.stop and worker.detokenizer is None:
                 raise RequestError("stop needs a tokenizer, and this server runs without one", param="stop")
-            stream_ids = worker.stream_ids(ask.sampling.n)
+            # An absurd n is refused by `settle`, which checks all parameters; its ids are not drawn first.
+            stream_ids = worker.stream_ids(min(max(ask.sampling.n, 0), MAX_OUTPUTS))
             requests = worker.settler.settle(stream_ids, ask.input_ids, ask.sampling, ask.logprobs)
         except RequestError as error:
             raise renamed(error, names or {}) from None

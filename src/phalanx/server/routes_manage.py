@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 
 from phalanx.core.errors import RequestError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.server.calls import Ask, make_streams, new_call, run_call
 from phalanx.server.errors import decode_json
-from phalanx.server.facts import kv_cache, model_card, model_info, server_info
+from phalanx.server.facts import model_card, model_info, server_info
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.metrics import render
 from phalanx.server.response import Message, read_body
@@ -200,11 +200,6 @@ def _add_management(router: APIRouter, worker: ApiWorker) -> None:
         args = {"op": "abort", "rid": body.rid, "abort_all": body.abort_all}
         await worker.engine.control("relay", args)
         return Response(status_code=200)
-
-    @router.get("/kv_cache", summary="Pages of the KV pool, for conservation checks")
-    async def get_kv_cache() -> JSONResponse:
-        reply = await worker.engine.control("stats")
-        return JSONResponse(kv_cache(reply.data))
 
 
 async def _body(request: Request, worker: ApiWorker) -> bytes:

@@ -51,6 +51,9 @@ class Dispatcher:
         """The client is gone or answered: end what still runs."""
         self._release([s for s in call.streams if s.finish is None])
         call.response.ended = True
+        # Call, streams and response know each other; without these ties they go without the collector.
+        call.response.on_writable = None
+        call.streams.clear()
 
     def _release(self, streams: Iterable[OutputStream]) -> None:
         """Forget streams and end them in the engine."""
