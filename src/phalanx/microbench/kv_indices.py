@@ -81,7 +81,7 @@ def measure(
     cuda = device.type == "cuda"
     problems = [
         make_problem(batch, context, lens, page_size, device, seed + index)
-        for index in range(NUM_SETS if cuda else 2)
+        for index in range(NUM_SETS if cuda else 1)
     ]
     backends = {}
     for name, call in contenders(device).items():

@@ -48,8 +48,8 @@ class Problem:
     def memcpy(self) -> None:
         """Copy `source` to `out`, less a tail of under 4 KiB.
 
-        A copy of an odd number of entries takes a slower path, 26 instead of 18 us for 8.5 million of them on an
-        H200, which would flatter the kernels.
+        A copy of an odd number of entries takes a slower path, 26 instead of 18 us for 8.5 million of them on
+        an H200, which would flatter the kernels.
         """
         even = self.entries // 1024 * 1024 or self.entries
         self.out[:even].copy_(self.source[:even])
