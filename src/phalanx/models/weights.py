@@ -61,6 +61,8 @@ def check_weights(seen: Mapping[str, Shape], config: ModelConfig) -> None:
 
     A tied checkpoint may hold the shared matrix under either name, or both.
     """
+    if config.num_layers > len(seen):  # before a damaged header's 10^9 layers are spelled out
+        raise ModelError(f"the checkpoint holds {len(seen)} tensors, too few for {config.num_layers} layers")
     expected = expected_weights(config)
     allowed = {_HEAD: expected[_EMBEDDING], **expected}
     if config.tie_word_embeddings and _HEAD in seen:
