@@ -15,7 +15,7 @@ status=0
 for tool in memcheck initcheck; do
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 200 compute-sanitizer --tool "$tool" --error-exitcode 9 \
         "$python" benchmarks/gpu/kv_indices_memcheck.py >"$out/$tool.log" 2>&1 || status=1
-    echo "== $tool:"; tail -4 "$out/$tool.log"
+    echo "== $tool:"; tail -3 "$out/$tool.log"
 done
 
 "$python" -m phalanx bench kv-indices --batch 4096 --context 4096 --plot "$out/kv_indices.png" \

@@ -17,7 +17,8 @@ import triton.language as tl
 SCAN_BLOCK = 128  # requests whose counts one program scans
 # On an H200, two blocks of 512 columns a turn and 4 warps were the best of 100 variants over full, uniform
 # and short rows together. Tiles of several requests gain 1 us on short rows and lose 2-4 us on uneven ones;
-# an aligned store frame, streaming cache hints and software pipelining gain nothing.
+# an aligned store frame, other cache hints and software pipelining gain nothing. Stores that leave the L2 cache
+# first gain 0.4 us on uneven rows.
 COLS = 512
 NUM_WARPS = 4
 TARGET_PROGRAMS = 4096
@@ -110,11 +111,12 @@ def copy_rows(
                 next_mask = next_col < count
                 entry = load_entries(source, col, None, page_size, PAGED)
                 next_entry = load_entries(source, next_col, next_mask, page_size, PAGED)
-                tl.store(target + col, entry)
-                tl.store(target + next_col, next_entry, mask=next_mask)
+                tl.store(target + col, entry, eviction_policy="evict_first")
+                tl.store(target + next_col, next_entry, mask=next_mask, eviction_policy="evict_first")
             else:
                 mask = col < count
-                tl.store(target + col, load_entries(source, col, mask, page_size, PAGED), mask=mask)
+                entry = load_entries(source, col, mask, page_size, PAGED)
+                tl.store(target + col, entry, mask=mask, eviction_policy="evict_first")
 
 
 def create(
