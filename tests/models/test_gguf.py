@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from phalanx.config.groups import ModelConfig, ModelSource, RopeConfig
 from phalanx.core.errors import ModelError
+from phalanx.core.gguf_header import open_gguf
 from phalanx.models.configs import load_model_config
-from phalanx.models.gguf_file import open_gguf, read_tensor, unpermute
+from phalanx.models.gguf_file import read_tensor, unpermute
 from phalanx.models.source import resolve_source
 from phalanx.models.weights import iter_weights
 from tests.models.tiny import FAMILIES, gguf_name, interleave, save_tiny_gguf, tiny_model, transformers_gguf

@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType
 
 from phalanx.config.groups import ModelConfig, RopeConfig
 from phalanx.core.errors import ModelError
-from phalanx.models.gguf_file import ROPE_FREQS, GGUFFile, GGUFTensor, open_gguf, read_tensor
+from phalanx.core.gguf_header import GGUFFile, GGUFTensor, open_gguf
+from phalanx.models.gguf_file import ROPE_FREQS, read_tensor
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _DTYPES = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from phalanx.core.errors import ModelError
+from phalanx.core.gguf_header import open_gguf
 from phalanx.text.parts import TokenizerParts, surround
 from phalanx.text.sentencepiece_bpe import sentencepiece_bpe
 
@@ -62,12 +62,7 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
     """
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
-    try:
-        fields = gguf.GGUFReader(str(path)).fields
-    except (ValueError, OSError, IndexError) as error:
-        raise ModelError(f"{path}: not a readable GGUF file ({error})") from error
-    values = {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
-    return tokenizer_from_fields(values, str(path))
+    return tokenizer_from_fields(open_gguf(path, strings=True).metadata, str(path))
 
 
 def tokenizer_from_fields(values: dict[str, Any], where: str) -> TokenizerParts:
