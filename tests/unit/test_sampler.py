@@ -431,3 +431,18 @@ def test_draws_invert_the_cumulative_distribution() -> None:
     uniforms = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, edge], dtype=torch.float64)
     expected = [3, 3, DRAW_BLOCK - 1, DRAW_BLOCK - 1, DRAW_BLOCK + 9, DRAW_BLOCK + 9]
     assert draw_rows(weights, uniforms).tolist() == expected
+
+
+def test_rounding_never_draws_a_token_of_weight_zero() -> None:
+    """A block's fp32 sum may exceed its float64 one: the largest uniform then points past its last token."""
+    weights = torch.zeros(2000, 2 * DRAW_BLOCK)
+    weights[:, :100] = torch.rand(2000, 100, generator=torch.Generator().manual_seed(0))
+    edge = torch.full((2000,), 1 - 2.0**-53, dtype=torch.float64)
+    drawn = draw_rows(weights, edge)
+    assert (weights.gather(1, drawn[:, None]) > 0).all()
+
+
+def test_a_row_with_nothing_left_to_choose_ends_in_error() -> None:
+    logits = torch.zeros(2, 3)
+    params = [SamplingParams(min_new_tokens=5, temperature=t, sampling_seed=1) for t in (0, 1)]
+    assert run(make_sampler(params, 3, stops=[(0, 1, 2)] * 2), logits) == ([0, 0], [Finish.ERROR] * 2)

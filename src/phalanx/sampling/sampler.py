@@ -90,9 +90,8 @@ class Sampler:
         return scaled
 
     def _scale(self, scaled: torch.Tensor, maxima: torch.Tensor, rows: Int32) -> None:
-        """(logits - max) / temperature, in place; the largest becomes 0. Greedy rows: divided by 1."""
+        """(logits - max) / temperature, in place; the largest becomes 0. Greedy rows become NaN somewhere."""
         temperature = self.table.temperature[self.table.to_device(rows, torch.int64)]
-        temperature = temperature.masked_fill(temperature == 0, 1.0)
         # -inf - -inf would put NaN into the scratch's padding columns; such rows end in ERROR anyway.
         maxima = torch.where(torch.isfinite(maxima), maxima, torch.zeros_like(maxima))
         scaled.sub_(maxima[:, None]).div_(temperature[:, None])
