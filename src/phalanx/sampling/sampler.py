@@ -8,7 +8,7 @@ import torch
 from phalanx.core.step import Bool, Finish, Int32, Int64
 from phalanx.sampling.adjust import adjust_logits
 from phalanx.sampling.choose import DRAW_BLOCK, argmax_rows, draw_rows
-from phalanx.sampling.filters import apply_min_p, apply_top
+from phalanx.sampling.filters import apply_min_p, keep_top
 from phalanx.sampling.rows import EAGER, SamplingRows, Uses
 from phalanx.sampling.uniform import row_uniforms
 
@@ -114,11 +114,12 @@ class Sampler:
         sort = np.flatnonzero((uses & Uses.SORT) != 0)
         if len(sort):
             at = table.to_device(sort, torch.int64)
-            kept = probs[at]
-            top_k = table.top_k[index[at]]
+            top_k, top_p = table.top_k[index[at]], table.top_p[index[at]]
             max_top_k = int(table.host_top_k[rows[sort]].max())
-            apply_top(scaled[at], kept, top_k, table.top_p[index[at]], max_top_k)
-            probs[at] = kept
+            if len(sort) == len(rows):
+                probs = keep_top(scaled, probs, top_k, top_p, max_top_k)
+            else:
+                probs[at] = keep_top(scaled[at], probs[at], top_k, top_p, max_top_k)
         if ((uses & Uses.MIN_P) != 0).any():
             apply_min_p(scaled, probs, table.min_p[index])
         drawn = draw_rows(probs, uniforms)
