@@ -42,7 +42,9 @@ def strided(values, dtype, every):
 @st.composite
 def problems(draw):
     page_size = draw(st.sampled_from([1, 1, 2, 3, 7, 16, 64]))
-    block = draw(st.sampled_from([512, 1024]))  # the Triton kernel takes 512 columns at a time, in pairs
+    block = draw(
+        st.sampled_from([512, 1024, 1536])
+    )  # the Triton kernel takes 512 columns at a time, by threes
     widths = [1, 200, block - 1, block, block + 1, 2 * block + 1]
     width = (
         draw(st.sampled_from(widths))
