@@ -18,7 +18,7 @@ for tool in memcheck initcheck; do
     echo "== $tool:"; tail -3 "$out/$tool.log"
 done
 
-"$python" -m phalanx bench kv-indices --batch 4096 --context 4096 --plot "$out/kv_indices.png" \
+"$python" -m phalanx bench kv-indices --batch 4096 --context 4096 --repeats 40 --plot "$out/kv_indices.png" \
     2>&1 | tee "$out/bench_4096.log" || status=1
 "$python" -m phalanx bench kv-indices --batch 8192 --context 4096 2>&1 | tee "$out/bench_8192.log" || status=1
 "$python" -m phalanx bench kv-indices --batch 4096 --context 4096 --page-size 16 \
