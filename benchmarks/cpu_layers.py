@@ -74,14 +74,14 @@ def decode_batch(contexts: np.ndarray, max_context: int, page_size: int) -> Forw
     )
 
 
-def best_ms(run: Callable[[], object], repeats: int) -> float:
+def best_ms(run: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
     """Shortest of `repeats` runs after one unmeasured."""
     run()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return 1e3 * min(times)
 
 
@@ -147,7 +147,11 @@ def parts(model: Decoder, batch: ForwardBatch, pool: KVPool) -> dict[str, Callab
 
 
 def transformers_tokens_per_s(
-    weights: dict[str, torch.Tensor], dtype: torch.dtype, prompts: list[int], new_tokens: int
+    weights: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    prompts: list[int],
+    new_tokens: int,
+    clock: Callable[[], float],
 ) -> float:
     """Output tokens per second of `generate`, greedy, left padded, prefill included."""
     import transformers
@@ -175,12 +179,14 @@ def transformers_tokens_per_s(
     settings = {"attention_mask": mask, "do_sample": False, "min_new_tokens": 1}
     with torch.inference_mode():
         model.generate(ids, max_new_tokens=2, **settings)
-        start = time.perf_counter()
+        start = clock()
         model.generate(ids, max_new_tokens=new_tokens, **settings)
-    return len(prompts) * new_tokens / (time.perf_counter() - start)
+    return len(prompts) * new_tokens / (clock() - start)
 
 
-def our_tokens_per_s(model: Decoder, prompts: list[int], new_tokens: int) -> float:
+def our_tokens_per_s(
+    model: Decoder, prompts: list[int], new_tokens: int, clock: Callable[[], float]
+) -> float:
     """The same work through Decoder: one prefill step, then greedy decode steps."""
     from phalanx.attention.base import PrefillPart
 
@@ -192,7 +198,7 @@ def our_tokens_per_s(model: Decoder, prompts: list[int], new_tokens: int) -> flo
         model.config, num_pages=n * (table.shape[1] // 16) + 1, page_size=16, dtype=model.dtype, device=CPU
     )
     attn = create_attention("torch_native", model.config)
-    start = time.perf_counter()
+    start = clock()
     row = torch.arange(1, n + 1)
     token_row = torch.repeat_interleave(row, torch.tensor(prompts))
     positions = torch.cat([torch.arange(p) for p in prompts])
@@ -221,7 +227,7 @@ def our_tokens_per_s(model: Decoder, prompts: list[int], new_tokens: int) -> flo
         )
         lens = lens + 1
     model.logits(model.forward(batch, pool, attn)).argmax(-1)
-    return n * new_tokens / (time.perf_counter() - start)
+    return n * new_tokens / (clock() - start)
 
 
 def main() -> None:
@@ -234,7 +240,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--new-tokens", type=int, default=32, help="of each row in --compare")
     parser.add_argument("--compare", action="store_true", help="also run transformers' generate and ours")
+    parser.add_argument("--rounds", type=int, default=2, help="of --compare, alternating")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="one thread, its CPU time: steady beside other load"
+    )
     args = parser.parse_args()
+    if args.cpu_time:
+        args.threads = 1
+    clock = time.thread_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     weights = random_weights(SMOLLM2)
@@ -250,8 +263,10 @@ def main() -> None:
         tensor.normal_()
     attn = create_attention("torch_native", SMOLLM2)
     with torch.inference_mode():
-        report = {"step": best_ms(lambda: model.logits(model.forward(batch, pool, attn)), args.repeats)}
-        report |= {name: best_ms(run, args.repeats) for name, run in parts(model, batch, pool).items()}
+        report = {
+            "step": best_ms(lambda: model.logits(model.forward(batch, pool, attn)), args.repeats, clock)
+        }
+        report |= {name: best_ms(run, args.repeats, clock) for name, run in parts(model, batch, pool).items()}
         parts_sum = sum(report[k] for k in ("linears", "head", "attention", "norms", "rope", "store_kv"))
         report["rest"] = report["step"] - parts_sum
         for name, ms in report.items():
@@ -262,16 +277,26 @@ def main() -> None:
             prompts = np.random.default_rng(0).integers(low, max(low, high - new) + 1, args.rows).tolist()
             rounds = [
                 (
-                    our_tokens_per_s(model, prompts, new),
-                    transformers_tokens_per_s(weights, dtype, prompts, new),
+                    our_tokens_per_s(model, prompts, new, clock),
+                    transformers_tokens_per_s(weights, dtype, prompts, new, clock),
                 )
-                for _ in range(2)
+                for _ in range(args.rounds)
             ]
             for ours, theirs in rounds:
                 print(f"tok/s with prefill: ours {ours:.0f}, transformers {theirs:.0f}: {ours / theirs:.2f}x")
             report["ours_tok_s"], report["transformers_tok_s"] = map(max, zip(*rounds, strict=True))
     report = {name: round(value, 3) for name, value in report.items()}
-    print(json.dumps({"rows": args.rows, "dtype": args.dtype, "threads": args.threads, **report}))
+    print(
+        json.dumps(
+            {
+                "rows": args.rows,
+                "dtype": args.dtype,
+                "threads": args.threads,
+                "cpu_time": args.cpu_time,
+                **report,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":
