@@ -386,8 +386,10 @@ def test_one_refusal_in_a_batch_leaves_the_others(client, engine):
 
 def test_failure_in_the_middle_of_a_stream_is_an_event(client, engine):
     engine.reply, engine.step_s = (lambda request: [97, 98, -2]), 0.05
-    events = stream(client, {"max_new_tokens": 9})
-    assert events[-1]["error"]["message"] == "not finite"
+    body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 9}}
+    events = sse_events(client.post("/generate", json=body).text)
+    assert events[-1]["error"]["message"] == "not finite" and "[DONE]" not in events
+    assert "text" in events[0]
     error_of(client.post("/generate", json={"text": "x"}), 500)
 
 

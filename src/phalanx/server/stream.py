@@ -183,7 +183,8 @@ class Dispatcher:
         if not call.response.started:
             call.response.write_error(RequestError(message, status=status))
         elif not call.response.blocked:
-            event = b"data: " + encode_json(error_event(status, message)) + b"\n\ndata: [DONE]\n\n"
+            # No [DONE] after it: a client that looks for nothing else must not take this for success.
+            event = b"data: " + encode_json(error_event(status, message)) + b"\n\n"
             call.response.write_event(event, more=False)
         else:
             call.waiting[stream.index] = stream
