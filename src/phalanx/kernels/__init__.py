@@ -3,8 +3,34 @@
 Importing this package needs torch alone; Triton is imported when a Triton backend first runs.
 """
 
+from phalanx.kernels.decode_attention import (
+    DecodeConfig,
+    decode_attention,
+    decode_workspace_size,
+)
 from phalanx.kernels.kv_indices import create_kv_indices
+from phalanx.kernels.prefill_attention import prefill_attention
+from phalanx.kernels.rmsnorm import add_rms_norm, rms_norm
+from phalanx.kernels.rope import rope
+from phalanx.kernels.sample import sample, sample_workspace_size
+from phalanx.kernels.silu_mul import silu_mul
 from phalanx.kernels.step_prep import StepPrepBuffers, step_prep
 from phalanx.kernels.store_kv import gather_kv, store_kv
 
-__all__ = ["StepPrepBuffers", "create_kv_indices", "gather_kv", "step_prep", "store_kv"]
+__all__ = [
+    "DecodeConfig",
+    "StepPrepBuffers",
+    "add_rms_norm",
+    "create_kv_indices",
+    "decode_attention",
+    "decode_workspace_size",
+    "gather_kv",
+    "prefill_attention",
+    "rms_norm",
+    "rope",
+    "sample",
+    "sample_workspace_size",
+    "silu_mul",
+    "step_prep",
+    "store_kv",
+]

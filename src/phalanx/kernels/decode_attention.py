@@ -16,6 +16,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT = (torch.int32, torch.int64)
 SPLIT_TOKENS = 256  # a row is split only into pieces of at least this many tokens
 MAX_SPLITS = 64
+MAX_ROWS = 65535  # rows are the second axis of a CUDA grid
 _FULL_GRID = 1024  # fewer programs than this leave a large GPU idle: then rows are split
 
 
@@ -83,7 +84,9 @@ def decode_attention(
     config: DecodeConfig | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """out[b, h] = softmax(q[b, h] . K[s] * sm_scale) V[s] over slots s = req_to_token[rows[b], 0 .. len[b]-1].
+    """out[b, h] = softmax(q[b, h] . K[s] * sm_scale) V[s] over the slots s of row b's tokens.
+
+    The slots are req_to_token[rows[b], 0 .. seq_lens[b]-1].
 
     q: [bs, num_q_heads, head_dim] fp32, bf16 or fp16; any strides with last stride 1. Query head h reads KV
         head h // (num_q_heads / num_kv_heads).
@@ -105,6 +108,8 @@ def decode_attention(
     """
     check_attention(q, k_pool, v_pool, req_to_token, out, page_size)
     bs = q.shape[0]
+    if bs > MAX_ROWS:
+        raise ValueError(f"q has {bs} rows, at most {MAX_ROWS} are possible")
     check_tensor("rows", rows, dtypes=_INT, shape=(bs,), device=q.device, contiguous=True)
     check_tensor("seq_lens", seq_lens, dtypes=_INT, shape=(bs,), device=q.device, contiguous=True)
     chosen = pick_backend(backend, q.device)
@@ -152,7 +157,7 @@ def check_attention(
     out: torch.Tensor | None,
     page_size: int,
 ) -> None:
-    """Raise TypeError or ValueError unless the tensors that decode and prefill attention share fit together."""
+    """Raise TypeError or ValueError unless what decode and prefill attention share fits together."""
     check_page_size(page_size)
     check_tensor("q", q, dtypes=FLOATS, shape=(None, None, None))
     (_, num_q_heads, head_dim), device = q.shape, q.device

@@ -1,7 +1,7 @@
 """The Triton backend of `decode_attention`.
 
-Grid: (groups of KV heads, rows, splits). The KV heads of a row run next to each other, so that the whole lines
-of its tokens are read at about the same time. Strides, batch and table width are run-time values.
+Grid: (groups of KV heads, rows, splits). The KV heads of a row run next to each other, so that the whole
+lines of its tokens are read at about the same time. Strides, batch and table width are run-time values.
 """
 
 from __future__ import annotations
@@ -190,10 +190,13 @@ def attend_lanes(
     peak = tl.full([GROUP_BLOCK, TOKENS], _UNSEEN, tl.float32)
     total = tl.zeros([GROUP_BLOCK, TOKENS], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, TOKENS, DIM_BLOCK], tl.float32)
+    next_slot = token_slots(source, begin + token, begin + token < end, PAGE)
     for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
         live = first + token < end
-        slot = token_slots(source, first + token, live, PAGE)
-        offset = slot[None, :, None] * (KV_HEADS * DIM) + head * DIM + dim
+        offset = next_slot[None, :, None] * (KV_HEADS * DIM) + head * DIM + dim
+        # One tile ahead, so that K and V never wait for the table.
+        ahead = first + TOKENS + token
+        next_slot = token_slots(source, ahead, ahead < end, PAGE)
         mask = live[None, :, None]
         if DIM_BLOCK > DIM:
             mask = mask & (dim < DIM)
