@@ -18,7 +18,12 @@ import pytest
 from tests.e2e.serving import Server, free_port, running, start, stop
 
 FLAGS = ("--max-total-tokens", "8192", "--context-length", "1024")
-LONG = {"text": "Once", "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}, "stream": True}
+LONG_TOKENS = 150  # long enough to be in the middle of it, short enough for the drain on a slow machine
+LONG = {
+    "text": "Once",
+    "sampling_params": {"max_new_tokens": LONG_TOKENS, "ignore_eos": True},
+    "stream": True,
+}
 
 
 def _gone(processes: list[psutil.Process], timeout: float = 10) -> None:

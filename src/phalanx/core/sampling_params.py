@@ -33,7 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: more token ids that end the request.
         ignore_eos: the model's own end tokens do not end the request (stop_token_ids still do).
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: accepted for SGLang's sake; true is the only behaviour.
+        spaces_between_special_tokens: accepted for SGLang's sake; the tokenizers library adds no such
+            spaces, so either value gives the same text.
         no_stop_trim: keep the stop string or stop token in the text (vLLM: include_stop_str_in_output).
         n: independent outputs of one prompt.
         logit_bias: token id -> number added to its logit.
