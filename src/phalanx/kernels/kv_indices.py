@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
-from phalanx.kernels.ragged import flat_view, ragged_addresses
+from phalanx.kernels.ragged import gather_entries, ragged_addresses
 from phalanx.kernels.reference import create_kv_indices_naive
 
 BACKENDS = ("auto", "naive", "torch", "triton")
@@ -144,22 +144,20 @@ def _create_torch(
     if kv_start_idx is not None:
         first = first + kv_start_idx
     address = ragged_addresses(first, dense[:-1], counts, total, page_size)
-    taken = flat_view(table).index_select(0, address)
-    if page_size > 1:
-        taken //= page_size
     if kv_indptr is None:
         kv_indptr = dense.int()
         if kv_indices is None:
-            return kv_indptr, taken
-        if total > kv_indices.shape[0]:
+            kv_indices = table.new_empty(total)
+        elif total > kv_indices.shape[0]:
             raise ValueError(f"kv_indices has {kv_indices.shape[0]} entries, {total} are needed")
-        kv_indices[:total] = taken
+        gather_entries(table, address, page_size, kv_indices[:total])
         return kv_indptr, kv_indices
     assert kv_indices is not None  # the caller allocates where kv_indptr is given
     target = ragged_addresses(kv_indptr[:-1].long(), dense[:-1], counts, total, 1)
     if total and int(target.max()) >= kv_indices.shape[0]:
         raise ValueError(f"kv_indices has {kv_indices.shape[0]} entries, kv_indptr asks for more")
-    kv_indices[target] = taken.to(kv_indices.dtype)
+    taken = gather_entries(table, address, page_size, kv_indices.new_empty(total))
+    kv_indices.index_copy_(0, target, taken)
     return kv_indptr, kv_indices
 
 

@@ -21,7 +21,18 @@ def ragged_addresses(
     return terms.cumsum_(0)[:total]
 
 
-def flat_view(table: torch.Tensor) -> torch.Tensor:
-    """All memory from the first to the last entry of a table with last stride 1, as one vector."""
+def gather_entries(
+    table: torch.Tensor, address: torch.Tensor, page_size: int, out: torch.Tensor
+) -> torch.Tensor:
+    """Fill out[i] with the entry at address[i], divided by page_size (slot to page).
+
+    table: [num_rows, width] int32, last stride 1. address: [n] int64, counted in entries from its first one.
+    out: [n] int32 or int64, contiguous; returned.
+    """
     size = (table.shape[0] - 1) * table.stride(0) + table.shape[1]
-    return table.as_strided((size,), (1,))
+    flat = table.as_strided((size,), (1,))
+    if out.dtype == flat.dtype:
+        torch.index_select(flat, 0, address, out=out)  # on a CPU a copy through a temporary costs as much
+    else:
+        out.copy_(flat.index_select(0, address))
+    return out if page_size == 1 else out.floor_divide_(page_size)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
-from phalanx.kernels.ragged import flat_view, ragged_addresses
+from phalanx.kernels.ragged import gather_entries, ragged_addresses
 
 LANES_PER_BLOCK = 128  # lanes that one program of the first launch prepares and scans
 
@@ -162,8 +162,7 @@ def _fill_indices(
     first = row * table.stride(0)
     address = ragged_addresses(first, indptr[:-1].long(), counts, int(indptr[-1]), page_size)
     address = address[: kv_indices.shape[0]]
-    taken = flat_view(table).index_select(0, address)
-    kv_indices[: len(taken)] = taken if page_size == 1 else taken // page_size
+    gather_entries(table, address, page_size, kv_indices[: len(address)])
 
 
 def _check(
