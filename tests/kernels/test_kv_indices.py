@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.core.errors import ConfigError
 from phalanx.kernels import create_kv_indices
 from phalanx.kernels.kv_indices import check_bounds
+from phalanx.microbench import kv_indices as kv_indices_bench
+from phalanx.microbench import kv_problems
 
 BACKENDS = ["naive", "torch", "triton"]
 CANARY = -777
@@ -316,10 +324,64 @@ def test_bad_arguments_are_named():
     fails(ValueError, "page_kernel_lens is on meta", table, rows, lens.to("meta"))
 
 
-def test_the_kernels_import_without_triton():
-    import subprocess
-    import sys
+def test_triton_on_cpu_tensors_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    rows = torch.tensor([0])
+    with pytest.raises(ValueError, match="backend 'triton' needs CUDA tensors, got cpu"):
+        create_kv_indices(make_table(2, 3), rows, rows + 1, backend="triton")
 
+
+def bench(*argv):
+    parser = argparse.ArgumentParser()
+    kv_indices_bench.add_arguments(parser)
+    return kv_indices_bench.run(parser.parse_args(argv))
+
+
+def test_the_benchmark_prints_a_table_and_one_json_line(capsys, tmp_path):
+    plot = tmp_path / "times.png"
+    argv = ["--device", "cpu", "--batch", "3", "40", "--context", "21", "--page-size", "2", "--repeats", "3"]
+    assert bench(*argv, "--lens", "full", "short", "--plot", str(plot)) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    results = json.loads(last)["results"]
+    assert [(r["batch"], r["lens"]) for r in results] == [
+        (b, lens) for b in (3, 40) for lens in ("full", "short")
+    ]
+    assert results[0]["entries"] == 3 * 11  # 21 columns are 11 pages of 2
+    for result in results:
+        assert set(result["backends"]) == {"memcpy", "naive", "torch", "step_prep"}
+        assert all(entry["host_us"] > 0 for entry in result["backends"].values())
+    assert sum("step_prep" in line for line in table) == 4
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--context", "5", "-3"], "--context must be at least 1, got -3"),
+        (["--page-size", "0"], "--page-size must be at least 1"),
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--plot", "/nonexistent/x.png"], "--plot: /nonexistent is not a folder"),
+    ],
+)
+def test_the_benchmark_refuses_bad_flags(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        bench("--device", "cpu", *argv)
+
+
+def test_the_benchmark_notices_a_wrong_result():
+    problem = kv_problems.make_problem(4, 30, "uniform", 1, torch.device("cpu"), seed=0)
+
+    def off_by_one(p):
+        indptr, out = create_kv_indices(p.table, p.rows, p.lens, None, None, p.out)
+        out[-1] += 1
+        return indptr, out
+
+    with pytest.raises(RuntimeError, match="broken differs from the per-request loop"):
+        kv_problems.verify("broken", off_by_one, problem)
+
+
+def test_the_kernels_import_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from phalanx.kernels import create_kv_indices\n"

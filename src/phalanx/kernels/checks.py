@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -48,9 +49,14 @@ def check_page_size(page_size: int) -> None:
 
 
 def pick_backend(backend: str, device: torch.device, known: Sequence[str] = BACKENDS) -> str:
-    """The backend to run: "auto" is Triton on CUDA and torch elsewhere. Raises ValueError if unknown."""
+    """The backend to run: "auto" is Triton on CUDA and torch elsewhere.
+
+    Raises ValueError if it is unknown, or is Triton for tensors that Triton cannot reach.
+    """
     if backend not in known:
         raise ValueError(f"backend must be one of {', '.join(known)}, got {backend!r}")
-    if backend != "auto":
-        return backend
-    return "triton" if device.type == "cuda" else "torch"
+    if backend == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend 'triton' needs CUDA tensors, got {device}")
+    return backend
