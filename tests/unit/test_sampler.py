@@ -16,10 +16,10 @@ from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish
 from phalanx.sampling.adjust import adjust_logits
 from phalanx.sampling.choose import DRAW_BLOCK, argmax_rows, draw_rows
-from phalanx.sampling.reference import adjusted_logits, distribution, reference_sample
+from phalanx.sampling.reference import adjusted_logits, distribution, race, reference_sample
 from phalanx.sampling.rows import SamplingRows
 from phalanx.sampling.sampler import Sampler
-from phalanx.sampling.uniform import reference_uniform, row_uniforms
+from phalanx.sampling.uniform import exponentials, reference_exponentials, row_keys
 from tests.unit.step_plans import entering, i32
 
 CPU = torch.device("cpu")
@@ -62,20 +62,19 @@ def run(
 
 
 def acceptable(logits: np.ndarray, params: SamplingParams, stops, prompt, output) -> set[int]:
-    """Tokens that rounding of 1e-5 in the draw or at a filter's edge may turn the reference's token into."""
+    """Tokens that rounding of 1e-5 in the race or at a filter's edge may turn the reference's token into."""
     found = set()
     adjusted = adjusted_logits(logits, params, stops, prompt, output)
-    uniform = reference_uniform(params.sampling_seed, len(output))
     for edge in (-1e-5, 0.0, 1e-5):
         moved = msgspec.structs.replace(
             params,
             top_p=params.top_p if params.top_p >= 1 else params.top_p + edge,
             min_p=params.min_p if params.min_p <= 0 else params.min_p * (1 + edge),
         )
-        cumulative = np.cumsum(distribution(adjusted, moved))
-        for shift in (-1e-5, 0.0, 1e-5):
-            goal = min(max(uniform + shift, 0.0), 1 - 1e-9) * cumulative[-1]
-            found.add(int(np.searchsorted(cumulative, goal, side="right")))
+        blocks, inside = race(distribution(adjusted, moved), params.sampling_seed, len(output))
+        for block in np.flatnonzero(blocks >= blocks.max() * (1 - 1e-5)):
+            lanes = np.flatnonzero(inside[block] >= inside[block].max() * (1 - 1e-5))
+            found |= set((block * DRAW_BLOCK + lanes).tolist())
     return found
 
 
@@ -222,22 +221,30 @@ def test_draws_follow_the_distribution() -> None:
 @given(
     st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=20)
 )
-def test_uniforms_follow_their_specification(pairs: list[tuple[int, int]]) -> None:
-    seeds, counters = zip(*pairs, strict=True)
-    found = row_uniforms(torch.tensor(seeds), torch.tensor(counters)).tolist()
-    assert found == [reference_uniform(s, c) for s, c in pairs]
-    assert all(0 <= u < 1 for u in found)
+def test_noise_follows_its_specification(pairs: list[tuple[int, int]]) -> None:
+    seeds, done = zip(*pairs, strict=True)
+    counters = np.array([0, 1, 255, 256, 150_000])
+    found = exponentials(row_keys(torch.tensor(seeds), torch.tensor(done)), torch.from_numpy(counters))
+    want = np.stack([reference_exponentials(s, c, counters) for s, c in pairs])
+    np.testing.assert_allclose(found.numpy(), want, rtol=1e-12)
+    assert (found > 0).all()
 
 
-def test_uniforms_of_neighbouring_seeds_and_counters_are_unrelated() -> None:
-    """2 x 2 x 100 means of 1000 uniforms: standard deviation of a mean is 0.0091; six of them bound it."""
-    seeds, counters = torch.arange(1000), torch.arange(1000)
-    grid = row_uniforms(seeds.repeat_interleave(1000), counters.repeat(1000)).view(1000, 1000)
-    assert (grid.mean(0) - 0.5).abs().max() < 0.055
-    assert (grid.mean(1) - 0.5).abs().max() < 0.055
-    centred = grid - 0.5
-    for other in (centred[1:, :-1], centred[:-1, 1:], centred[1:, 1:]):
-        assert abs((centred[:-1, :-1] * other).mean() * 12) < 6e-3  # 1e6 pairs: sigma 1e-3
+def test_noise_of_neighbouring_seeds_positions_and_counters_is_unrelated() -> None:
+    """Uniforms exp(-noise): 1000 means of 1000 have a standard deviation of 0.0091; six of it bound each."""
+    steps = torch.arange(1000)
+    zeros = torch.zeros_like(steps)
+    grids = [
+        exponentials(row_keys(steps, zeros), steps),
+        exponentials(row_keys(zeros, steps), steps),
+        exponentials(row_keys(steps.repeat_interleave(1000), steps.repeat(1000)), zeros[:1]).view(1000, 1000),
+    ]
+    for grid in grids:
+        centred = torch.exp(-grid) - 0.5
+        assert centred.mean(0).abs().max() < 0.055
+        assert centred.mean(1).abs().max() < 0.055
+        for other in (centred[1:, :-1], centred[:-1, 1:], centred[1:, 1:]):
+            assert abs((centred[:-1, :-1] * other).mean() * 12) < 6e-3  # 1e6 pairs: sigma 1e-3
 
 
 def mixed_params(n: int) -> list[SamplingParams]:
@@ -421,25 +428,27 @@ def test_argmax_is_the_lowest_index_of_the_maximum(vocab: int, dtype: torch.dtyp
     assert torch.equal(maxima, logits.amax(1))
 
 
-def test_draws_invert_the_cumulative_distribution() -> None:
-    width = 2 * DRAW_BLOCK
-    weights = torch.zeros(6, width)
-    weights[:, 3] = 0.25
-    weights[:, DRAW_BLOCK - 1] = 0.25
-    weights[:, DRAW_BLOCK + 9] = 0.5
-    edge = 1 - 2.0**-53
-    uniforms = torch.tensor([0.0, 0.2499, 0.25, 0.4999, 0.5, edge], dtype=torch.float64)
-    expected = [3, 3, DRAW_BLOCK - 1, DRAW_BLOCK - 1, DRAW_BLOCK + 9, DRAW_BLOCK + 9]
-    assert draw_rows(weights, uniforms).tolist() == expected
+def test_draws_follow_their_weights_within_and_across_blocks() -> None:
+    """40000 draws over 5 weights: chi-square with 4 degrees of freedom stays under 28.5 (p = 1e-5)."""
+    rows = 40_000
+    weights = torch.zeros(1, 2 * DRAW_BLOCK)
+    where = [3, DRAW_BLOCK - 1, DRAW_BLOCK, DRAW_BLOCK + 9, 2 * DRAW_BLOCK - 1]
+    share = torch.tensor([0.25, 0.1, 0.05, 0.5, 0.1])
+    weights[0, where] = share * 7  # need not sum to 1
+    drawn = draw_rows(weights.expand(rows, -1).contiguous(), row_keys(torch.arange(rows), torch.zeros(rows)))
+    counts = torch.bincount(drawn, minlength=2 * DRAW_BLOCK)
+    assert counts[where].sum() == rows  # nothing of weight 0
+    expected = share.double() * rows
+    assert ((counts[where] - expected) ** 2 / expected).sum() < 28.5
 
 
-def test_rounding_never_draws_a_token_of_weight_zero() -> None:
-    """A block's fp32 sum may exceed its float64 one: the largest uniform then points past its last token."""
-    weights = torch.zeros(2000, 2 * DRAW_BLOCK)
-    weights[:, :100] = torch.rand(2000, 100, generator=torch.Generator().manual_seed(0))
-    edge = torch.full((2000,), 1 - 2.0**-53, dtype=torch.float64)
-    drawn = draw_rows(weights, edge)
-    assert (weights.gather(1, drawn[:, None]) > 0).all()
+def test_rounding_of_the_weights_hardly_ever_turns_a_draw() -> None:
+    """50000 tokens in 2000 rows, weights off by 1e-6: an inverted cumulative sum would turn some of them."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2000, 25 * DRAW_BLOCK, generator=generator).mul(2).exp()
+    noise = 1 + 1e-6 * torch.randn(weights.shape, generator=generator)
+    keys = row_keys(torch.arange(2000), torch.zeros(2000))
+    assert torch.equal(draw_rows(weights, keys), draw_rows(weights * noise, keys))
 
 
 def test_a_row_with_nothing_left_to_choose_ends_in_error() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.sampling.uniform import reference_uniform
+from phalanx.sampling.choose import DRAW_BLOCK
+from phalanx.sampling.uniform import reference_exponentials
 
 Float64 = npt.NDArray[np.float64]
 
@@ -75,6 +76,18 @@ def reference_sample(
     if params.is_greedy:
         return int(np.argmax(adjusted))
     assert params.sampling_seed is not None
-    cumulative = np.cumsum(distribution(adjusted, params))
-    goal = reference_uniform(params.sampling_seed, len(output)) * cumulative[-1]
-    return int(np.searchsorted(cumulative, goal, side="right"))
+    heats = race(distribution(adjusted, params), params.sampling_seed, len(output))
+    return int(np.argmax(heats[0])) * DRAW_BLOCK + int(np.argmax(heats[1][np.argmax(heats[0])]))
+
+
+def race(probs: Float64, seed: int, num_generated: int) -> tuple[Float64, Float64]:
+    """Speeds of `choose.draw_rows`: of blocks [b], and of the indices of each block [b, DRAW_BLOCK].
+
+    The fastest block wins, then its fastest index.
+    """
+    num_blocks = -(-len(probs) // DRAW_BLOCK)
+    blocks = np.zeros(num_blocks * DRAW_BLOCK)
+    blocks[: len(probs)] = probs
+    noise = reference_exponentials(seed, num_generated, np.arange(num_blocks + len(blocks)))
+    inside = (blocks / noise[num_blocks:]).reshape(num_blocks, DRAW_BLOCK)
+    return blocks.reshape(num_blocks, DRAW_BLOCK).sum(1) / noise[:num_blocks], inside

@@ -10,7 +10,7 @@ from phalanx.sampling.adjust import adjust_logits
 from phalanx.sampling.choose import DRAW_BLOCK, argmax_rows, draw_rows
 from phalanx.sampling.filters import apply_min_p, keep_top
 from phalanx.sampling.rows import EAGER, SamplingRows, Uses
-from phalanx.sampling.uniform import row_uniforms
+from phalanx.sampling.uniform import row_keys
 
 # fp32 logits in work at once: 4 MB, near the caches. On 2 Zen 4 cores 1024 temperature rows of 49152 cost
 # about the same in chunks of 16 and of 32 lines, a fifth more in chunks of 4.
@@ -58,18 +58,18 @@ class Sampler:
         eager = needs_eager & ((uses & EAGER) != 0)
         warm = (uses & Uses.TEMPERATURE) != 0
         if warm.any():
-            uniforms = row_uniforms(table.seeds[index], table.to_device(num_generated, torch.int64))
+            keys = row_keys(table.seeds[index], table.to_device(num_generated, torch.int64))
         else:
-            uniforms = torch.zeros(len(rows), dtype=torch.float64, device=table.device)
+            keys = torch.zeros(len(rows), dtype=torch.int64, device=table.device)
         for lines in self._chunks(np.flatnonzero(warm & ~eager)):
             line_index = table.to_device(lines, torch.int64)
             scaled = self._load(logits, lines)
             self._scale(scaled, maxima[line_index].float(), rows[lines])
-            tokens[line_index] = draw_rows(torch.softmax(scaled, 1), uniforms[line_index])
+            tokens[line_index] = draw_rows(torch.softmax(scaled, 1), keys[line_index])
         for lines in self._chunks(np.flatnonzero(eager)):
             line_index = table.to_device(lines, torch.int64)
             chosen, top = self._eager(
-                self._load(logits, lines), rows[lines], num_generated[lines], uniforms[line_index]
+                self._load(logits, lines), rows[lines], num_generated[lines], keys[line_index]
             )
             tokens[line_index] = chosen
             finite[line_index] &= torch.isfinite(top)
@@ -97,7 +97,7 @@ class Sampler:
         scaled.sub_(maxima[:, None]).div_(temperature[:, None])
 
     def _eager(
-        self, scaled: torch.Tensor, rows: Int32, num_generated: Int32, uniforms: torch.Tensor
+        self, scaled: torch.Tensor, rows: Int32, num_generated: Int32, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [n] int64 and largest adjusted logits [n] of rows that ask for more than temperature."""
         table = self.table
@@ -122,7 +122,7 @@ class Sampler:
                 probs[at] = keep_top(scaled[at], probs[at], top_k, top_p, max_top_k)
         if ((uses & Uses.MIN_P) != 0).any():
             apply_min_p(scaled, probs, table.min_p[index])
-        drawn = draw_rows(probs, uniforms)
+        drawn = draw_rows(probs, keys)
         return torch.where(table.to_device(warm, torch.bool), drawn, greedy_tokens), maxima
 
     def _chunks(self, lines: Int64) -> list[Int64]:

@@ -1,8 +1,12 @@
-"""One uniform number per row: a pure function of (seed, number of tokens generated)."""
+"""Random numbers that are a pure function of (seed, number of tokens generated, counter)."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Float64 = npt.NDArray[np.float64]
 
 _MASK64 = (1 << 64) - 1
 
@@ -26,29 +30,48 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def row_uniforms(seeds: torch.Tensor, num_generated: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers in [0, 1).
+def row_keys(seeds: torch.Tensor, num_generated: torch.Tensor) -> torch.Tensor:
+    """One key per row and output position; all randomness of that token comes from it.
 
-    The seed is mixed before the counter is added, so that neighbouring seeds give unrelated streams.
+    The seed is mixed before the counter is added, so that neighbouring seeds give unrelated keys.
 
     Args:
         seeds: [n] int64.
         num_generated: [n] int64 or int32, output tokens the row has so far.
 
     Returns:
-        [n] float64, multiples of 2**-53.
+        [n] int64.
     """
     state = _mix(seeds ^ _signed(_SEED_SALT)) + (num_generated.to(torch.int64) + 1) * _signed(_GOLDEN)
-    return ((_mix(state) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    return _mix(state)
 
 
-def reference_uniform(seed: int, num_generated: int) -> float:
-    """`row_uniforms` for one row in plain Python integers (the specification of it)."""
+def exponentials(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Exponentially distributed numbers of mean 1, a pure function of (key, counter).
 
-    def mix(x: int) -> int:
-        x = ((x ^ (x >> 30)) * _MIX1) & _MASK64
-        x = ((x ^ (x >> 27)) * _MIX2) & _MASK64
-        return x ^ (x >> 31)
+    Args:
+        keys: [n] int64. counters: [n, m] or [m] int64, not negative.
 
-    state = mix((seed & _MASK64) ^ _SEED_SALT) + (num_generated + 1) * _GOLDEN
-    return (mix(state & _MASK64) >> 11) * 2.0**-53
+    Returns:
+        [n, m] float64, positive: -log of a uniform number in (0, 1) of 53 bits.
+    """
+    bits = _mix(keys[:, None] + (counters + 1) * _signed(_GOLDEN))
+    return -torch.log((((bits >> 11) & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53)
+
+
+def reference_exponentials(seed: int, num_generated: int, counters: npt.NDArray[np.int64]) -> Float64:
+    """`exponentials` of one row's key, in NumPy's unsigned arithmetic (the specification of both).
+
+    counters: [m] int64. Returns [m] float64.
+    """
+
+    def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX1)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX2)
+        return x ^ (x >> np.uint64(31))
+
+    golden = np.uint64(_GOLDEN)
+    start = mix(np.array([(seed & _MASK64) ^ _SEED_SALT], np.uint64))
+    key = mix(start + np.array([num_generated + 1], np.uint64) * golden)
+    bits = mix(key + (counters.astype(np.uint64) + np.uint64(1)) * golden)
+    return -np.log(((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
