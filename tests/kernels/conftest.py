@@ -22,6 +22,12 @@ def triton_interpreter():
 if INTERPRET:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        import phalanx.kernels.decode_attention_triton
         import phalanx.kernels.kv_indices_triton
+        import phalanx.kernels.prefill_attention_triton
+        import phalanx.kernels.rmsnorm_triton
+        import phalanx.kernels.rope_triton
+        import phalanx.kernels.sample_triton
+        import phalanx.kernels.silu_mul_triton
         import phalanx.kernels.step_prep_triton
         import phalanx.kernels.store_kv_triton  # noqa: F401

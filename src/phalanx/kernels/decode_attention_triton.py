@@ -22,9 +22,11 @@ _UNSEEN = tl.constexpr(-1.0e30)  # running maximum before the first score; finit
 def token_slots(source, col, live, PAGE: tl.constexpr):
     """Pool slots of a row's columns; with pages of PAGE tokens only entries at multiples of it are read."""
     if PAGE == 1:
-        return tl.load(source + col, mask=live, other=0).to(tl.int64)
-    entry = col // PAGE * PAGE
-    return tl.load(source + entry, mask=live, other=0).to(tl.int64) + (col - entry)
+        slot = tl.load(source + col, mask=live, other=0).to(tl.int64)
+    else:
+        entry = col // PAGE * PAGE
+        slot = tl.load(source + entry, mask=live, other=0).to(tl.int64) + (col - entry)
+    return slot
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def piece_size(length, splits, TOKENS: tl.constexpr, SPLIT_TOKENS: tl.constexpr)
     return (piece + TOKENS - 1) // TOKENS * TOKENS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_dot(
     q,
     q_row_stride,
@@ -139,7 +141,7 @@ def attend_dot(
     tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_lanes(
     q,
     q_row_stride,
@@ -232,7 +234,7 @@ def attend_lanes(
     tl.store(target, result.to(out.dtype.element_ty), mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_pieces(
     partial,
     seq_lens,

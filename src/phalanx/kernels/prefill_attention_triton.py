@@ -17,7 +17,7 @@ NUM_WARPS = 4
 NUM_STAGES = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_chunks(
     q,
     q_token_stride,
@@ -139,8 +139,8 @@ def attend(
             DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
             PAGE=page_size,
             QUERIES=queries,
-            TOKENS=TOKENS,
+            TOKENS=TOKENS if q.itemsize == 2 else TOKENS // 2,  # fp32 tiles of 64 spill registers
             STAGES=NUM_STAGES,
             UPCAST=interpreted(attend_chunks),
-            num_warps=NUM_WARPS if queries == QUERIES else NUM_WARPS // 2,
+            num_warps=NUM_WARPS if queries >= 32 else NUM_WARPS // 2,
         )

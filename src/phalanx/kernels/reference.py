@@ -101,3 +101,89 @@ def store_kv(
     for token, slot in enumerate(slot_mapping.tolist()):
         if 0 <= slot < k_pool.shape[0]:
             k_pool[slot], v_pool[slot] = k[token], v[token]
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    page_size: int = 1,
+    sm_scale: float | None = None,
+) -> torch.Tensor:
+    """`phalanx.kernels.decode_attention` row by row in fp64. Returns [bs, num_q_heads, head_dim] fp64."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for lane, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if length:
+            out[lane] = _attend(q[lane], k_pool, v_pool, req_to_token[row], length, page_size, sm_scale)
+    return out
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    req_to_token: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    *,
+    page_size: int = 1,
+    sm_scale: float | None = None,
+) -> torch.Tensor:
+    """`phalanx.kernels.prefill_attention` token by token in fp64; zeros where no chunk holds the token."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    bounds = qo_indptr.tolist()
+    for i, (row, start) in enumerate(zip(rows.tolist(), starts.tolist(), strict=True)):
+        for token in range(bounds[i], bounds[i + 1]):
+            length = start + token - bounds[i] + 1
+            table_row = req_to_token[row]
+            out[token] = _attend(q[token], k_pool, v_pool, table_row, length, page_size, sm_scale)
+    return out
+
+
+def _attend(
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    table_row: torch.Tensor,
+    length: int,
+    page_size: int,
+    sm_scale: float | None,
+) -> torch.Tensor:
+    """One query token [num_q_heads, head_dim] over the first `length` tokens of a row."""
+    entries = table_row[:length].tolist()
+    slots = [entries[col - col % page_size] + col % page_size for col in range(length)]
+    group = query.shape[0] // k_pool.shape[1]
+    k = k_pool[slots].double().repeat_interleave(group, 1)
+    v = v_pool[slots].double().repeat_interleave(group, 1)
+    scale = query.shape[1] ** -0.5 if sm_scale is None else sm_scale
+    scores = torch.einsum("hd,lhd->hl", query.double(), k) * scale
+    return torch.einsum("hl,lhd->hd", scores.softmax(-1), v)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`phalanx.kernels.rms_norm` in fp64, not rounded; x: [..., hidden]."""
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`phalanx.kernels.silu_mul` in fp64, not rounded in between."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> torch.Tensor:
+    """`phalanx.kernels.rope` of one tensor [num_tokens, num_heads, head_dim], pair by pair in fp64."""
+    out, half = torch.empty(x.shape, dtype=torch.float64, device=x.device), x.shape[2] // 2
+    for token, position in enumerate(positions.tolist()):
+        for pair in range(half):
+            cos, sin = cos_sin_cache[position, [pair, half + pair]].double()
+            a, b = x[token, :, pair].double(), x[token, :, half + pair].double()
+            out[token, :, pair] = a * cos - b * sin
+            out[token, :, half + pair] = b * cos + a * sin
+    return out

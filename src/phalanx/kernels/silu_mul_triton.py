@@ -21,7 +21,9 @@ def silu_mul_block(gate_up, gate_up_stride, out, out_stride, SIZE: tl.constexpr,
     source = gate_up + token * gate_up_stride + col
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + SIZE, mask=mask, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    small = tl.exp(-tl.abs(gate))  # of a negative number, so that nothing overflows
+    silu = gate * (tl.where(gate >= 0, 1.0, small) / (1.0 + small))
+    silu = silu.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + token * out_stride + col, (silu * up).to(out.dtype.element_ty), mask=mask)
 
 

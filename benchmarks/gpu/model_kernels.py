@@ -1,0 +1,451 @@
+"""Check the model kernels against their references and time them against the bytes that they must move.
+
+usage: python benchmarks/gpu/model_kernels.py [--device cuda|cpu] [--rows 4096] [--parts attention,...]
+Prints a table, the attention configurations worth putting into `TUNED`, and one line of JSON. With --device
+cpu everything is tiny and runs in Triton's interpreter: results are checked, nothing is timed. The exit code
+is 1 if a result was wrong or a variant could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+
+PARTS = ("attention", "long", "prefill", "elementwise", "sample")
+BYTES_PER_US = 4.3e6  # what an H200 copies at
+L2_BYTES = 200 << 20  # rotate over at least this much, so that nothing is found in the L2 cache
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    qk_norm: bool
+
+
+LLAMA = Model("llama-3-8b", 32, 8, 128, 4096, 14336, 128256, False)
+QWEN = Model("qwen3-0.6b", 16, 8, 128, 1024, 3072, 151936, True)
+TINY = Model("tiny", 8, 4, 16, 48, 40, 4200, True)
+
+
+@dataclass
+class Record:
+    op: str
+    model: str
+    variant: str
+    us: float | None = None
+    floor_us: float | None = None
+    error: float | None = None  # norm of the difference over the norm of the reference
+    failed: str | None = None
+    skipped: str | None = None  # the variant does not fit this device
+
+    def line(self) -> str:
+        if self.failed:
+            return f"{self.op:<18} {self.model:<11} {self.variant:<34} FAILED {self.failed}"
+        if self.skipped:
+            return f"{self.op:<18} {self.model:<11} {self.variant:<34} skipped: {self.skipped}"
+        timed = "" if self.us is None else f"{self.us:9.1f} us"
+        if self.us and self.floor_us:
+            timed += f"  {self.us / self.floor_us:6.2f} x floor"
+        return f"{self.op:<18} {self.model:<11} {self.variant:<34} err {self.error:.1e} {timed}"
+
+
+@dataclass
+class Bench:
+    device: str
+    rows: int
+    mean_len: int
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def models(self) -> list[Model]:
+        return [LLAMA, QWEN] if self.device == "cuda" else [TINY]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def measure(
+        self,
+        op: str,
+        model: Model,
+        variant: str,
+        check: Callable[[], float],
+        calls: list[Callable[[], Any]],
+        num_bytes: float,
+        limit: float = 2e-2,
+    ) -> Record:
+        """Check, then time the calls (each on memory of its own); whatever goes wrong is recorded."""
+        record = Record(op, model.name, variant, floor_us=num_bytes / BYTES_PER_US)
+        try:
+            record.error = check()
+            if not record.error <= limit:
+                record.failed = f"wrong result, error {record.error:.2e}"
+            elif self.device == "cuda":
+                record.us = graph_us(calls)
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if type(error).__name__ == "OutOfResources":
+                record.skipped = text
+            else:
+                record.failed = text
+        self.records.append(record)
+        print(record.line(), flush=True)
+        return record
+
+    def copies(self, num_bytes: float) -> int:
+        return max(1, min(32, math.ceil(L2_BYTES / num_bytes))) if self.device == "cuda" else 1
+
+
+def graph_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
+    """Median time of one call, from replays of a CUDA graph that holds them all."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for i in range(repeats + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    if not bool(torch.isfinite(got).all()):
+        return math.inf
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+class Rows:
+    """A batch of rows of random lengths over one layer's pool, their slots scattered by page."""
+
+    def __init__(self, bench: Bench, model: Model, lens: torch.Tensor, page_size: int) -> None:
+        lens = lens.int()
+        pages = (lens + page_size - 1) // page_size
+        total, width = int(pages.sum()), int(pages.max())
+        order = (torch.randperm(total) + 1).int() * page_size
+        table = torch.zeros(len(lens) + 1, width, dtype=torch.int32)
+        inside = torch.arange(width) < pages[:, None]
+        table[1:][inside] = order
+        slots = table[:, :, None] + torch.arange(page_size, dtype=torch.int32)
+        shape = ((total + 1) * page_size, model.num_kv_heads, model.head_dim)
+        self.pool = bench.randn(*shape), bench.randn(*shape)
+        self.table = slots.flatten(1).contiguous().to(bench.device)
+        self.rows = torch.arange(1, len(lens) + 1, device=bench.device)
+        self.lens = lens.to(bench.device)
+        self.q = bench.randn(len(lens), model.num_q_heads, model.head_dim)
+        token_bytes = 2 * model.num_kv_heads * model.head_dim * self.q.itemsize
+        self.kv_bytes = int(lens.sum()) * token_bytes
+        self.page_size = page_size
+        self._wanted: torch.Tensor | None = None
+
+    def attend(self, **more: Any) -> torch.Tensor:
+        from phalanx.kernels import decode_attention
+
+        args = (self.q, *self.pool, self.table, self.rows, self.lens)
+        return decode_attention(*args, page_size=self.page_size, **{"backend": "triton"} | more)
+
+    def check(self, **more: Any) -> float:
+        """Against the torch backend, in pieces that keep its padded copy small."""
+        from phalanx.kernels import decode_attention
+
+        got = self.attend(**more)
+        if self._wanted is None:
+            want, step = torch.empty_like(self.q), max(1, 200_000 // int(self.lens.max()))
+            for first in range(0, len(self.lens), step):
+                part = slice(first, first + step)
+                args = (self.q[part], *self.pool, self.table, self.rows[part], self.lens[part])
+                decode_attention(*args, page_size=self.page_size, out=want[part], backend="torch")
+            self._wanted = want
+        return distance(got, self._wanted)
+
+
+def attention_configs(device: str) -> Iterator[Any]:
+    from phalanx.kernels import DecodeConfig
+
+    if device == "cpu":
+        yield from (DecodeConfig(16, 2, 1), DecodeConfig(16, 4, 2, heads=2))
+        yield DecodeConfig(8, 2, 1, dot=False)
+        return
+    for tokens, warps, stages in product((16, 32, 64), (1, 2, 4), (1, 2, 3)):
+        if (tokens, warps) not in ((16, 4), (64, 1)):
+            yield DecodeConfig(tokens, warps, stages)
+    for tokens, heads, stages in product((16, 32), (2, 4), (1, 2)):
+        yield DecodeConfig(tokens, heads, stages, heads=heads)
+    yield DecodeConfig(128, 4, 1)
+    for tokens, warps in ((4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)):
+        yield DecodeConfig(tokens, warps, 1, dot=False)
+    for tokens, warps in ((8, 2), (16, 4)):
+        yield DecodeConfig(tokens, warps, 3, dot=False)
+
+
+def label(config: Any, page_size: int) -> str:
+    kind = f"dot h{config.heads}" if config.dot else "lanes"
+    return f"p{page_size} {kind} t{config.tokens} w{config.num_warps} s{config.num_stages}"
+
+
+def bench_attention(bench: Bench) -> None:
+    """Short rows: every configuration at page size 1, the best of them at 16."""
+    for model in bench.models:
+        lens = torch.randint(1, 2 * bench.mean_len, (bench.rows,))
+        configs = list(attention_configs(bench.device))
+        for page_size in (1, 16):
+            rows = Rows(bench, model, lens, page_size)
+            out = torch.empty_like(rows.q)
+            timed = []
+            for config in configs:
+                more = {"config": config, "num_splits": 1, "out": out}
+                call = [lambda more=more, rows=rows: rows.attend(**more)] * 2
+                check = lambda more=more, rows=rows: rows.check(**more)  # noqa: E731
+                name = label(config, page_size)
+                record = bench.measure("decode_attention", model, name, check, call, rows.kv_bytes)
+                if record.us is not None:
+                    timed.append((record.us, config))
+            timed.sort(key=lambda pair: pair[0])
+            if timed:
+                key = (model.head_dim, model.num_q_heads // model.num_kv_heads, page_size)
+                print(f"# TUNED[{key}] = {timed[0][1]}  # {timed[0][0]:.0f} us", flush=True)
+                configs = [config for _, config in timed[:6]]
+            del rows, out
+
+
+def bench_long(bench: Bench) -> None:
+    """Long rows alone, and a few of them among many short ones: what splitting costs and gains."""
+    cuda = bench.device == "cuda"
+    long = 8192 if cuda else 600
+    for model in bench.models:
+        mixed = torch.randint(1, 2 * bench.mean_len, (bench.rows,))
+        mixed[:: max(1, bench.rows // 8)] = long
+        cases = {"8 long": torch.full((8 if cuda else 1,), long), "8 long among short": mixed}
+        for name, lens in cases.items():
+            rows = Rows(bench, model, lens, 1)
+            for num_splits in (1, 4, 16, None):
+                more = {"num_splits": num_splits}
+                call = [lambda more=more, rows=rows: rows.attend(**more)]
+                check = lambda more=more, rows=rows: rows.check(**more)  # noqa: E731
+                variant = f"{name}, splits {num_splits or 'auto'}"
+                bench.measure("decode_attention", model, variant, check, call, rows.kv_bytes)
+            del rows
+
+
+def bench_prefill(bench: Bench) -> None:
+    """Chunks as a mixed step has them (many short prompts), and one long chunk behind a prefix."""
+    from phalanx.kernels import prefill_attention
+
+    cuda = bench.device == "cuda"
+    cases = {"64 x 16": (64, 0, 16), "1 x 2048 after 2048": (1, 2048, 2048), "16 x 512": (16, 0, 512)}
+    if not cuda:
+        cases = {"2 x 5 after 20": (2, 20, 5)}
+    for model, (name, (m, start, length)) in product(bench.models, cases.items()):
+        rows = Rows(bench, model, torch.full((m,), start + length), 1)
+        q = bench.randn(m * length, model.num_q_heads, model.head_dim)
+        indptr = torch.arange(m + 1, dtype=torch.int32, device=bench.device) * length
+        starts = torch.full((m,), start, dtype=torch.int32, device=bench.device)
+        args = (q, *rows.pool, rows.table, indptr, rows.rows, starts)
+
+        def call(backend: str = "triton", args: Any = args, length: int = length) -> torch.Tensor:
+            return prefill_attention(*args, max_chunk_len=length, backend=backend)
+
+        check = lambda call=call: distance(call(), call("torch"))  # noqa: E731
+        record = bench.measure("prefill_attention", model, name, check, [call], rows.kv_bytes)
+        if record.us:
+            pairs = m * length * (start + (length + 1) / 2)
+            flops = 4 * pairs * model.num_q_heads * model.head_dim
+            print(f"#   {flops / record.us / 1e6:.0f} TFLOP/s", flush=True)
+
+
+def bench_elementwise(bench: Bench) -> None:
+    from phalanx.kernels import rmsnorm_triton, rope_triton, silu_mul_triton
+
+    for model in bench.models:
+        default = rmsnorm_triton.VALUES_PER_WARP
+        for rmsnorm_triton.VALUES_PER_WARP in (256, 512, 1024):
+            bench_norm(bench, model, f"{rmsnorm_triton.VALUES_PER_WARP} values a warp")
+        rmsnorm_triton.VALUES_PER_WARP = default
+        saved = silu_mul_triton.BLOCK, silu_mul_triton.NUM_WARPS
+        for silu_mul_triton.BLOCK, silu_mul_triton.NUM_WARPS in ((512, 2), (1024, 4), (1024, 2), (2048, 4)):
+            bench_silu(bench, model, f"block {silu_mul_triton.BLOCK}, warps {silu_mul_triton.NUM_WARPS}")
+        silu_mul_triton.BLOCK, silu_mul_triton.NUM_WARPS = saved
+        kept = rope_triton.HEADS, rope_triton.NUM_WARPS
+        for rope_triton.HEADS, rope_triton.NUM_WARPS in ((4, 1), (8, 1), (8, 2), (8, 4), (16, 4)):
+            bench_rope(bench, model, f"heads {rope_triton.HEADS}, warps {rope_triton.NUM_WARPS}")
+        rope_triton.HEADS, rope_triton.NUM_WARPS = kept
+
+
+def bench_norm(bench: Bench, model: Model, variant: str) -> None:
+    from phalanx.kernels import add_rms_norm
+
+    num_bytes = 4 * bench.rows * model.hidden * 2
+    weight = bench.randn(model.hidden)
+    sets = [
+        (bench.randn(bench.rows, model.hidden), bench.randn(bench.rows, model.hidden))
+        for _ in range(bench.copies(num_bytes))
+    ]
+
+    def check() -> float:
+        results = []
+        for backend in ("triton", "torch"):
+            x, residual = (tensor.clone() for tensor in sets[0])
+            add_rms_norm(x, residual, weight, 1e-6, backend=backend)
+            results.append(torch.cat((x, residual)))
+        return distance(*results)
+
+    calls = [lambda s=s: add_rms_norm(*s, weight, 1e-6, backend="triton") for s in sets]
+    bench.measure("add_rms_norm", model, variant, check, calls, num_bytes)
+
+
+def bench_silu(bench: Bench, model: Model, variant: str) -> None:
+    from phalanx.kernels import silu_mul
+
+    num_bytes = 3 * bench.rows * model.intermediate * 2
+    sets = [
+        (bench.randn(bench.rows, 2 * model.intermediate), bench.randn(bench.rows, model.intermediate))
+        for _ in range(bench.copies(num_bytes))
+    ]
+    check = lambda: distance(  # noqa: E731
+        silu_mul(sets[0][0], backend="triton"), silu_mul(sets[0][0], backend="torch")
+    )
+    calls = [lambda s=s: silu_mul(s[0], out=s[1], backend="triton") for s in sets]
+    bench.measure("silu_mul", model, variant, check, calls, num_bytes)
+
+
+def bench_rope(bench: Bench, model: Model, variant: str) -> None:
+    """The whole of what lies between the QKV projection and attention."""
+    from phalanx.kernels import rope
+
+    split = [model.num_q_heads, model.num_kv_heads, model.num_kv_heads]
+    num_bytes = 2 * bench.rows * sum(split) * model.head_dim * 2
+    cache = torch.randn(4096, model.head_dim, device=bench.device)
+    positions = torch.randint(0, 2 * bench.mean_len, (bench.rows,), device=bench.device)
+    norms = {}
+    if model.qk_norm:
+        norms = {"q_norm": bench.randn(model.head_dim), "k_norm": bench.randn(model.head_dim)}
+    num_slots = 4 * bench.rows
+    pool = (num_slots, model.num_kv_heads, model.head_dim)
+    sets = [
+        (
+            bench.randn(bench.rows, sum(split), model.head_dim),
+            bench.randn(*pool),
+            bench.randn(*pool),
+            torch.randperm(num_slots, device=bench.device)[: bench.rows],
+        )
+        for _ in range(bench.copies(num_bytes))
+    ]
+
+    def call(qkv: Any, k_pool: Any, v_pool: Any, slots: Any, backend: str = "triton") -> None:
+        q, k, v = qkv.split(split, 1)
+        store = {"v": v, "k_pool": k_pool, "v_pool": v_pool, "slot_mapping": slots}
+        rope(q, k, positions, cache, backend=backend, **norms, **store)
+
+    def check() -> float:
+        results = []
+        for backend in ("triton", "torch"):
+            parts = [tensor.clone() for tensor in sets[0]]
+            call(*parts, backend=backend)
+            results.append(torch.cat([part.flatten() for part in parts[:3]]))
+        return distance(*results)
+
+    calls = [lambda s=s: call(*s) for s in sets]
+    bench.measure("rope + store", model, variant, check, calls, num_bytes)
+
+
+def bench_sample(bench: Bench) -> None:
+    from phalanx.kernels import sample_triton
+
+    default = sample_triton.REDUCE_WARPS
+    for model in bench.models:
+        for sample_triton.REDUCE_WARPS in (4, 8):
+            for bs in sorted({1, bench.rows}):
+                for temperature in (0.0, 1.0):
+                    warps = f"reduce warps {sample_triton.REDUCE_WARPS}"
+                    bench_sample_case(bench, model, bs, temperature, warps)
+        sample_triton.REDUCE_WARPS = default
+        logits = bench.randn(bench.rows, model.vocab)
+        zero = lambda: 0.0  # noqa: E731
+        call = [lambda logits=logits: logits.argmax(1)]
+        bench.measure("torch.argmax", model, "", zero, call, 2 * logits.numel())
+        del logits
+
+
+def bench_sample_case(bench: Bench, model: Model, bs: int, temperature: float, warps: str) -> None:
+    from phalanx.kernels import sample
+
+    logits = bench.randn(bs, model.vocab) * 2
+    heat = torch.full((bs + 1,), temperature, device=bench.device)
+    seeds = torch.randint(-(2**62), 2**62, (bs + 1,), device=bench.device)
+    rows = torch.arange(1, bs + 1, device=bench.device)
+    stops = torch.full((bs + 1, 16), -1, dtype=torch.int32, device=bench.device)
+    counts = torch.arange(bs, dtype=torch.int32, device=bench.device)
+
+    def call(backend: str = "triton", part: slice = slice(None)) -> torch.Tensor:
+        args = (logits[part], heat, seeds, rows[part], stops)
+        return sample(*args, num_generated=counts[part], backend=backend)[0]
+
+    def check() -> float:
+        """Share of rows whose token differs: rounding at a border between tokens moves very few."""
+        got = call()
+        parts = [slice(first, first + 256) for first in range(0, bs, 256)]
+        want = torch.cat([call("torch", part) for part in parts])
+        return float((got != want).double().mean())
+
+    variant = f"bs {bs}, temperature {temperature:g}, {warps}"
+    bench.measure("sample", model, variant, check, [call], 2 * logits.numel(), limit=5e-3)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rows", type=int, help="decode rows (default 4096, on the CPU 3)")
+    parser.add_argument("--mean-len", type=int, help="mean length of short rows (default 84, on the CPU 20)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    args = parser.parse_args()
+    cuda = args.device == "cuda"
+    if not cuda:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is first imported
+    bench = Bench(args.device, args.rows or (4096 if cuda else 3), args.mean_len or (84 if cuda else 20))
+    torch.manual_seed(0)
+    for part in args.parts.split(","):
+        if part not in PARTS:
+            parser.error(f"--parts: {part!r} is none of {', '.join(PARTS)}")
+        try:
+            globals()[f"bench_{part}"](bench)
+        except Exception as error:  # one part's end must not hide the others' numbers
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            bench.records.append(Record(part, "", "set-up", failed=text))
+            print(bench.records[-1].line(), flush=True)
+        if cuda:
+            torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name() if cuda else "cpu, interpreted"
+    results = [asdict(record) for record in bench.records]
+    print(json.dumps({"device": name, "rows": bench.rows, "mean_len": bench.mean_len, "results": results}))
+    return 1 if any(record.failed for record in bench.records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
