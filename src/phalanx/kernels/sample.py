@@ -1,24 +1,26 @@
 """Choose one token a row from the logits: argmax or a draw at a temperature, in one pass over the logits.
 
-Greedy and temperature rows share the launch; nothing is materialised beside a few numbers per block of the
-vocabulary. A draw inverts the cumulative distribution in token order at one uniform number per row, which is
-a pure function of the row's seed and its number of generated tokens. One exponential a logit is all it costs
-(a Gumbel draw takes a hash and two logarithms a logit), and the token is the one that `sampling.Sampler`
-draws from the same row, up to the rounding of sums.
+Greedy and temperature rows share the launches; nothing is kept of the logits but a maximum a chunk and a sum
+of exponentials a block. A draw is the Gumbel-max trick in two heats: blocks race with their sums, then the
+tokens of the winning block with their own weights. So it costs one exponential a logit, and a random number
+only for each block and for the tokens of one block. The random numbers are a pure function of seed, number of
+generated tokens and block or token; they are those of `sampling.choose.draw_rows`, and so are the tokens.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from phalanx.core.step import Finish
 from phalanx.kernels.checks import check_tensor, pick_backend
 from phalanx.kernels.decode_attention import FLOATS
 
 _INT = (torch.int32, torch.int64)
-CHUNK = 4096  # tokens of the vocabulary that one program reduces; part of what a draw means, to rounding
+DRAW_BLOCK = 256  # tokens that race together: fixed by what a draw means, as in `sampling.choose`
+CHUNK = 4096  # tokens that one program reduces, a multiple of DRAW_BLOCK
 
-# The constants of splitmix64 (Steele, Lea, Flood 2014) and the salt of the host-side sampler's streams.
+# The constants of splitmix64 (Steele, Lea, Flood 2014) and the salt of the seeds, as in `sampling.uniform`.
 GOLDEN = 0x9E3779B97F4A7C15
 MIX1 = 0xBF58476D1CE4E5B9
 MIX2 = 0x94D049BB133111EB
@@ -51,7 +53,7 @@ def sample(
         [num_rows] int32 or int64, any stride: num_generated is their difference.
     tokens: [bs] int32 and finish: [bs] uint8, contiguous; written; allocated if None. Returned.
     workspace: at least `sample_workspace_size` fp32 entries, contiguous; allocated if None (Triton only).
-    backend: "torch", "triton" or "auto" (Triton on CUDA). The torch one makes fp64 copies: a reference.
+    backend: "torch", "triton" or "auto" (Triton on CUDA). The torch one makes fp32 copies: a reference.
 
     finish is Finish.ERROR (and the token 0) where the largest logit is not finite: any NaN, any +inf, or
     nothing but -inf; Finish.STOP where the token is one of the row's stop ids; else Finish.NONE.
@@ -90,8 +92,8 @@ def sample(
 
 
 def sample_workspace_size(bs: int, vocab_size: int) -> int:
-    """Entries of fp32 scratch that `sample` needs: a maximum and a sum for each block of the vocabulary."""
-    return 2 * bs * -(-vocab_size // CHUNK)
+    """Entries of fp32 scratch that `sample` needs: a maximum for each chunk and a sum for each block."""
+    return bs * (-(-vocab_size // CHUNK) + -(-vocab_size // DRAW_BLOCK))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +105,25 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
+
+
+def _times(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Exponentially distributed fp64 numbers, a pure function of (key, counter)."""
+    bits = (_mix(keys[:, None] + (counters + 1) * _signed(GOLDEN)) >> 11) & ((1 << 53) - 1)
+    return -torch.log((bits.double() + 0.5) * 2.0**-53)
+
+
+def _draw(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """weights: [bs, vocab] fp32; keys: [bs] int64. Returns [bs] int64."""
+    vocab_size = weights.shape[1]
+    blocks = F.pad(weights, (0, -vocab_size % DRAW_BLOCK)).unflatten(1, (-1, DRAW_BLOCK))
+    num_blocks = blocks.shape[1]
+    speeds = blocks.sum(2).double() / _times(keys, torch.arange(num_blocks, device=keys.device))
+    picked = speeds.argmax(1, keepdim=True)
+    token = picked * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=keys.device)
+    runners = blocks.gather(1, picked[:, :, None].expand(-1, -1, DRAW_BLOCK)).squeeze(1)
+    winner = (runners.double() / _times(keys, num_blocks + token)).argmax(1, keepdim=True)
+    return token.gather(1, winner).squeeze(1)
 
 
 def _sample_torch(
@@ -118,19 +139,14 @@ def _sample_torch(
 ) -> None:
     index = rows.long()
     generated = counts.long() if offsets is None else counts.long() - offsets[index]
-    state = _mix(seeds[index] ^ _signed(SEED_SALT)) + (generated + 1) * _signed(GOLDEN)
-    uniforms = ((_mix(state) >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    keys = _mix(_mix(seeds[index] ^ _signed(SEED_SALT)) + (generated + 1) * _signed(GOLDEN))
     peak = logits.amax(1)
     bad = ~torch.isfinite(peak)
     argmax = (logits == peak[:, None]).to(torch.uint8).argmax(1)  # the first of equals
     warm = temperature[index]
-    heat = torch.where(warm > 0, warm, 1.0)
-    weights = torch.exp((logits.float() - peak.float()[:, None]) / heat[:, None]).double()
-    cumulative = weights.nan_to_num_(0.0).cumsum(1)
-    total = cumulative[:, -1:]
-    drawn = (cumulative <= uniforms[:, None] * total).sum(1)
-    drawn = torch.minimum(drawn, (cumulative < total).sum(1))  # the last token of any weight
-    token = torch.where(warm > 0, drawn, argmax).masked_fill_(bad, 0).int()
+    heat = torch.where(warm > 0, warm.clamp(min=1e-30), 1.0)
+    weights = torch.exp((logits.float() - peak.float()[:, None]) / heat[:, None]).nan_to_num_(0.0)
+    token = torch.where(warm > 0, _draw(weights, keys), argmax).masked_fill_(bad, 0).int()
     tokens.copy_(token)
     stopped = (stop_ids[index] == token[:, None]).any(1)
     finish.copy_(torch.where(stopped, int(Finish.STOP), int(Finish.NONE)).masked_fill_(bad, Finish.ERROR))
