@@ -16,6 +16,7 @@ from phalanx.core.settle import Settler
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.models import settle_settings
 from phalanx.runtime.outputs import Collector, RequestOutput
+from phalanx.runtime.process import share_cores
 from phalanx.text.detokenizer import Detokenizer
 from phalanx.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -70,6 +71,7 @@ class LLM:
             source, vocab_size = self.settings.source, self.settings.model.vocab_size
             self.tokenizer = load_tokenizer(source.tokenizer_path, vocab_size=vocab_size)
             self._detokenizer = Detokenizer(self.tokenizer)
+        share_cores()
         self._worker, self.info = build_worker(self.settings, progress=progress)
         eos = self.settings.model.eos_token_ids
         if self.tokenizer is not None:
