@@ -160,8 +160,8 @@ def choose_tokens(
             token = fastest(weight, key, num_blocks + col, col, picked * DRAW_BLOCK + DRAW_BLOCK)
         else:
             first = tl.min(tl.where(chunk_peaks == peak, chunk, CHUNKS_BLOCK), 0) * CHUNK
-            col = first + tl.arange(0, CHUNK)
-            token = tl.min(tl.where(load_logits(source, col, vocab) == peak, col, first + CHUNK), 0)
+            place = first + tl.arange(0, CHUNK)
+            token = tl.min(tl.where(load_logits(source, place, vocab) == peak, place, first + CHUNK), 0)
     tl.store(tokens + lane, token)
     stop = tl.arange(0, STOPS_BLOCK)
     stops = tl.load(stop_ids + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
