@@ -65,6 +65,53 @@ def test_dtype_follows_the_cpu() -> None:
     assert settle("--model m --dtype float").engine.dtype == "float32"
 
 
+GPU = Hardware(
+    num_cpus=2, cpu_has_bf16=True, gpu_name="GPU", gpu_bytes=2**37, has_triton=True, has_flashinfer=True
+)
+
+
+def test_a_gpu_is_used_where_there_is_one() -> None:
+    settings = settle("--model m", hardware=GPU)
+    engine, log = settings.engine, "\n".join(settings.choices)
+    assert (engine.device, engine.dtype, engine.attention_backend) == ("cuda", "bfloat16", "triton")
+    assert engine.cuda_graph and engine.cuda_graph_max_bs == 4096 == settings.scheduler.max_running_requests
+    for name in ("device", "dtype", "attention_backend", "cuda_graph_max_bs"):
+        assert f"{name} = " in log
+    assert settle("--model m --device cpu", hardware=GPU).engine.device == "cpu"
+    half = msgspec.structs.replace(MODEL, dtype="float16")
+    assert settle("--model m", half, GPU).engine.dtype == "float16"
+
+
+def test_cuda_graphs_follow_the_rows() -> None:
+    def engine(flags: str):
+        return settle(f"--model m {flags}", hardware=GPU).engine
+
+    assert engine("--max-running-requests 8500").cuda_graph_max_bs == 8192
+    assert engine("--max-running-requests 16 --cuda-graph-max-bs 64").cuda_graph_max_bs == 16  # B06
+    assert engine("--cuda-graph-max-bs 100").cuda_graph_max_bs == 100
+    for flags in ("--disable-cuda-graph", "--attention-backend torch_native"):
+        assert not engine(flags).cuda_graph and engine(flags).cuda_graph_max_bs == 0
+
+
+def test_attention_backends_on_a_gpu() -> None:
+    wide = msgspec.structs.replace(MODEL, head_dim=128)
+    assert (
+        settle("--model m --attention-backend flashinfer", wide, GPU).engine.attention_backend == "flashinfer"
+    )
+    bare = msgspec.structs.replace(GPU, has_flashinfer=False)
+    for flags, model, hardware, word in (
+        ("flashinfer", wide, bare, "flashinfer-python"),
+        ("flashinfer", msgspec.structs.replace(MODEL, head_dim=80), GPU, "head_dim of 80"),  # B63
+        ("flashinfer --dtype float32", wide, GPU, "float32"),
+        ("triton", wide, msgspec.structs.replace(GPU, has_triton=False), "Triton"),
+        ("auto --disable-cuda-graph --cuda-graph-max-bs 8", wide, GPU, "--cuda-graph-max-bs 8"),
+        ("auto --cuda-graph-max-bs 8193 --max-running-requests 8500", wide, GPU, "8193"),
+        ("auto --cuda-graph-max-bs 0", wide, GPU, "--cuda-graph-max-bs"),
+    ):
+        with pytest.raises(ConfigError, match=word):
+            settle(f"--model m --attention-backend {flags}", model, hardware)
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
@@ -77,6 +124,8 @@ def test_dtype_follows_the_cpu() -> None:
         ("--device cuda", "--device cuda"),
         ("--dtype float16", "--dtype float16"),
         ("--attention-backend flashinfer", "--attention-backend flashinfer"),
+        ("--attention-backend triton", "--attention-backend triton"),
+        ("--cuda-graph-max-bs 8", "--cuda-graph-max-bs 8"),
         ("--context-length 10000", "8192"),
         ("--context-length 1", "--context-length"),
         ("--chunked-prefill-size 0", "--chunked-prefill-size"),

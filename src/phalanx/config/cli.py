@@ -10,6 +10,7 @@ import argparse
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
+ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch_native")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -40,7 +41,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--device", choices=("auto", "cpu", "cuda", "null"), default="auto")
     group.add_argument("--random-seed", type=int, help="seed of requests that bring none (default: drawn)")
-    group.add_argument("--attention-backend", default="auto", help="auto or torch_native")
+    group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
+    group.add_argument(
+        "--cuda-graph-max-bs",
+        type=int,
+        help="decode steps of up to this many rows replay a CUDA graph (default: max running, at most 8192)",
+    )
     group.add_argument(
         "--disable-cuda-graph", action="store_true", help="run steps eagerly (always so on a CPU)"
     )

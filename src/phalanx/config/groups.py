@@ -126,6 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     device: "cpu", "cuda" or "null" (emits tokens without a model, for benchmarks).
     dtype: compute dtype. overlap: launch step i+1 before step i is read.
+    attention_backend: "torch_native", "triton" or "flashinfer".
+    cuda_graph: decode steps of up to cuda_graph_max_bs rows replay a captured graph; 0 where there are none.
     """
 
     device: str
@@ -135,6 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph: bool
     random_seed: int
     num_threads: int | None = None
+    cuda_graph_max_bs: int = 0
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -17,12 +18,15 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         num_cpus: cores this process may use.
         cpu_has_bf16: the CPU multiplies bfloat16 (AVX512-BF16, AMX or Arm BF16).
         gpu_name: name of GPU 0, or None without one. gpu_bytes: its memory.
+        has_triton, has_flashinfer: these optional packages can be imported.
     """
 
     num_cpus: int
     cpu_has_bf16: bool
     gpu_name: str | None = None
     gpu_bytes: int = 0
+    has_triton: bool = False
+    has_flashinfer: bool = False
 
 
 def detect() -> Hardware:
@@ -33,6 +37,8 @@ def detect() -> Hardware:
         cpu_has_bf16=_cpu_has_bf16(),
         gpu_name=name,
         gpu_bytes=size,
+        has_triton=importlib.util.find_spec("triton") is not None,
+        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
     )
 
 

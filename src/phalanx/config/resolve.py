@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import secrets
 
+import msgspec
+
 from phalanx.config.groups import (
     CacheConfig,
     EngineConfig,
@@ -24,6 +26,8 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # a small model saturate well before (benchmarks/cpu_layers.py), so fewer rows keep inter-token times short.
 _MAX_RUNNING_CUDA = 4096
 _MAX_RUNNING_CPU = 256
+_MAX_GRAPH_ROWS = 8192
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _MAX_TABLE_BYTES = 16 * 2**30  # request-to-token tables beyond this are a mistake in the flags
 
 
@@ -54,6 +58,7 @@ def resolve(
     _refuse_unbuilt(args, log)
     engine = _engine(args, hardware, model, log)
     scheduler = _scheduler(args, engine, model, log)
+    engine = _cuda_graphs(args, engine, scheduler, log)
     cache = _cache(args, engine, scheduler, log)
     return Settings(
         source=source,
@@ -90,21 +95,9 @@ def _refuse_unbuilt(args: argparse.Namespace, log: _Log) -> None:
 
 
 def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, log: _Log) -> EngineConfig:
-    device = args.device
-    if device == "auto":
-        device = "cpu"
-        log(f"device = cpu ({'the GPU engine is not built yet' if hardware.gpu_name else 'no GPU found'})")
-    if device == "cuda":
-        raise ConfigError("--device cuda is not built yet: this version computes on the CPU")
-    dtype = _dtype(args, hardware, model, log)
-    if args.attention_backend not in ("auto", "torch_native"):
-        raise ConfigError(
-            f"--attention-backend {args.attention_backend} is not possible on {device}: only torch_native"
-        )
-    if args.attention_backend == "auto":
-        log(f"attention_backend = torch_native (the backend for {device})")
-    if args.disable_cuda_graph:
-        log(f"--disable-cuda-graph: so already on {device}")
+    device = _device(args, hardware, log)
+    dtype = _dtype(args, device, hardware, model, log)
+    backend = _attention_backend(args, device, dtype, hardware, model, log)
     if args.num_threads is not None and args.num_threads < 1:
         raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}")
     threads = args.num_threads or hardware.num_cpus
@@ -117,7 +110,7 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
     return EngineConfig(
         device=device,
         dtype=dtype,
-        attention_backend="torch_native",
+        attention_backend=backend,
         overlap=not args.disable_overlap_schedule,
         cuda_graph=False,
         random_seed=seed,
@@ -125,15 +118,87 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
     )
 
 
-def _dtype(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, log: _Log) -> str:
+def _device(args: argparse.Namespace, hardware: Hardware, log: _Log) -> str:
+    device = str(args.device)
+    if device == "auto":
+        device = "cuda" if hardware.gpu_name else "cpu"
+        log(f"device = {device} ({hardware.gpu_name or 'no GPU found'})")
+    if device == "cuda" and hardware.gpu_name is None:
+        raise ConfigError("--device cuda is not possible: no GPU was found")
+    return device
+
+
+def _dtype(args: argparse.Namespace, device: str, hardware: Hardware, model: ModelConfig, log: _Log) -> str:
     dtype = _DTYPE_ALIASES.get(args.dtype, args.dtype)
-    if dtype == "auto":
+    if dtype == "auto" and device == "cuda":
+        dtype = "float16" if model.dtype == "float16" else "bfloat16"
+        log(f"dtype = {dtype} (the checkpoint says {model.dtype})")
+    elif dtype == "auto":
         dtype = "bfloat16" if hardware.cpu_has_bf16 else "float32"
         why = "this CPU multiplies bfloat16" if hardware.cpu_has_bf16 else "this CPU has no bfloat16 units"
         log(f"dtype = {dtype} ({why}; the checkpoint says {model.dtype})")
-    if dtype == "float16":
+    if dtype == "float16" and device != "cuda":
         raise ConfigError("--dtype float16 is not possible on cpu: bfloat16 or float32")
     return str(dtype)
+
+
+def _attention_backend(
+    args: argparse.Namespace, device: str, dtype: str, hardware: Hardware, model: ModelConfig, log: _Log
+) -> str:
+    backend = str(args.attention_backend)
+    if backend == "auto":
+        if device != "cuda":
+            backend, why = "torch_native", f"the backend for {device}"
+        elif hardware.has_triton:
+            backend, why = "triton", "reads the request table itself, needs no plan"
+        else:
+            backend, why = "torch_native", "Triton is not installed; much slower on a GPU"
+        log(f"attention_backend = {backend} ({why})")
+    if backend == "torch_native":
+        return backend
+    refused = f"--attention-backend {backend} is not possible"
+    if device != "cuda":
+        raise ConfigError(f"{refused} on {device}: only torch_native")
+    if not hardware.has_triton:
+        raise ConfigError(f"{refused}: Triton is not installed")
+    if backend == "flashinfer":
+        if not hardware.has_flashinfer:
+            raise ConfigError(f"{refused}: the package flashinfer-python is not installed")
+        if dtype == "float32":
+            raise ConfigError(f"{refused} with float32: bfloat16 or float16")
+        if model.head_dim not in _FLASHINFER_HEAD_DIMS:
+            raise ConfigError(
+                f"{refused} with a head_dim of {model.head_dim}: "
+                f"{', '.join(map(str, _FLASHINFER_HEAD_DIMS))} are"
+            )
+    return backend
+
+
+def _cuda_graphs(
+    args: argparse.Namespace, engine: EngineConfig, scheduler: SchedulerConfig, log: _Log
+) -> EngineConfig:
+    """The engine's settings with graphs settled."""
+    wanted, running = args.cuda_graph_max_bs, scheduler.max_running_requests
+    if wanted is not None and wanted < 1:
+        raise ConfigError(f"--cuda-graph-max-bs must be at least 1, got {wanted}")
+    if engine.device != "cuda" or args.disable_cuda_graph or engine.attention_backend == "torch_native":
+        if wanted is not None:
+            raise ConfigError(
+                f"--cuda-graph-max-bs {wanted} is not possible: there are no CUDA graphs on {engine.device} "
+                f"with {'--disable-cuda-graph' if args.disable_cuda_graph else engine.attention_backend}"
+            )
+        if args.disable_cuda_graph and engine.device != "cuda":
+            log(f"--disable-cuda-graph: so already on {engine.device}")
+        return engine
+    if wanted is None:
+        wanted = min(running, _MAX_GRAPH_ROWS)
+        log(f"cuda_graph_max_bs = {wanted} (max_running_requests, at most {_MAX_GRAPH_ROWS})")
+    if wanted > _MAX_GRAPH_ROWS:
+        raise ConfigError(f"--cuda-graph-max-bs must be at most {_MAX_GRAPH_ROWS}, got {wanted}")
+    if wanted > running:
+        log(f"cuda_graph_max_bs = {running} (no step has more rows than max_running_requests)")
+        wanted = running
+    return msgspec.structs.replace(engine, cuda_graph=True, cuda_graph_max_bs=wanted)
 
 
 def _scheduler(
@@ -158,7 +223,7 @@ def _scheduler(
         )
     running = args.max_running_requests
     if running is None:
-        running = _MAX_RUNNING_CUDA if engine.device != "cpu" else _MAX_RUNNING_CPU
+        running = _MAX_RUNNING_CPU if engine.device == "cpu" else _MAX_RUNNING_CUDA
         log(f"max_running_requests = {running} (default on {engine.device})")
     if running < 1:
         raise ConfigError(f"--max-running-requests must be at least 1, got {running}")
