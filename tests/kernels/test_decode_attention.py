@@ -14,7 +14,7 @@ from phalanx.kernels import (
     prefill_attention,
     reference,
 )
-from phalanx.kernels.decode_attention import MAX_SPLITS, SPLIT_TOKENS, default_splits
+from phalanx.kernels.decode_attention import MAX_SPLITS, SPLIT_TOKENS, TUNED, default_config, default_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # compiled there, interpreted here
@@ -117,7 +117,7 @@ def test_model_shapes(variant, dtype, heads, head_dim):
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "torch"])
 def test_long_rows_are_split_and_merged(variant):
     """Short rows beside them are finished by their first program; scratch of theirs is never read."""
-    lens = [2 * SPLIT_TOKENS + 40, 5, SPLIT_TOKENS, SPLIT_TOKENS + 1, 0]
+    lens = [2 * SPLIT_TOKENS + 40, 5, SPLIT_TOKENS, SPLIT_TOKENS + 1, 0, 2 * SPLIT_TOKENS]
     case = Case(lens, 4, 2, 16)
     q = case.queries(len(lens))
     for num_splits in (2, 5):
@@ -130,7 +130,7 @@ def test_long_rows_are_split_and_merged(variant):
         touched = ~scratch.view(len(lens), -1).isnan()
         assert touched[0].any() and not touched[[1, 2, 4]].any()
         if num_splits == 2:
-            assert touched[[0, 3]].all()
+            assert touched[[0, 3, 5]].all()
 
 
 def test_automatic_splits():
@@ -140,6 +140,18 @@ def test_automatic_splits():
     assert default_splits(16, 8, 2 * SPLIT_TOKENS + 1) == 3
     case = Case([600], 4, 2, 16)
     assert_near(*run(case, case.queries(1), "dot32"))
+
+
+def test_tuned_configurations_are_taken(monkeypatch):
+    tuned = DecodeConfig(tokens=64, heads=2)
+    monkeypatch.setitem(TUNED, (16, 4, 1), tuned)
+    assert default_config(16, 4, 1, 8) is tuned
+    assert default_config(16, 4, 1, 3) == DecodeConfig(tokens=64)
+    assert default_config(16, 4, 16, 8) != tuned
+    for num_kv_heads in (1, 2):
+        case = Case([70, 3], 4 * num_kv_heads, num_kv_heads, 16)
+        args = (case.queries(2), *case.pool(), case.rows, case.lens)
+        assert_near(decode_attention(*args, backend="triton"), reference.decode_attention(*args))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,7 +6,7 @@ decides the speed; long rows are right too, and can be split over several progra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,11 +44,14 @@ class DecodeConfig:
 TUNED: dict[tuple[int, int, int], DecodeConfig] = {}
 
 
-def default_config(head_dim: int, group: int, page_size: int) -> DecodeConfig:
-    """The tuned configuration of a shape, or a guess where none was measured."""
+def default_config(head_dim: int, group: int, page_size: int, num_kv_heads: int) -> DecodeConfig:
+    """The tuned configuration of a shape, or a guess where none was measured.
+
+    One tuned for programs of several KV heads takes them singly where their number does not divide.
+    """
     tuned = TUNED.get((head_dim, group, page_size))
     if tuned is not None:
-        return tuned
+        return tuned if num_kv_heads % tuned.heads == 0 else replace(tuned, heads=1)
     if group <= 2:
         return DecodeConfig(tokens=16, num_warps=4, num_stages=1, dot=False)
     return DecodeConfig()
@@ -118,7 +121,7 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads = k_pool.shape[1]
     if config is None:
-        config = default_config(q.shape[2], q.shape[1] // num_kv_heads, page_size)
+        config = default_config(q.shape[2], q.shape[1] // num_kv_heads, page_size, num_kv_heads)
     check_config(config, num_kv_heads)
     if num_splits is None:
         num_splits = default_splits(bs, num_kv_heads // config.heads, req_to_token.shape[1])
