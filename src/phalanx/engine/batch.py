@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,12 +10,13 @@ import torch
 from phalanx.attention.base import DecodePart, ForwardBatch, PrefillPart
 from phalanx.core.errors import EngineError
 from phalanx.core.step import Int32, Int64, LogprobPlan, PrefillChunks, StepPlan
+from phalanx.engine.buckets import bucket_of
 from phalanx.engine.rows import DeviceRows
+from phalanx.engine.upload import upload
 from phalanx.kernels import StepPrepBuffers, step_prep
 from phalanx.sampling.rows import SamplingRows
-from phalanx.sampling.tensors import to_device
 
-_SMALLEST_BUCKET = 8
+_HEADER = 4  # entries before the lanes, so that they lie at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,85 +37,161 @@ class PromptTokens:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SentPlan:
+    """Device copies of a plan's arrays.
+
+    decode: [4 + bucket] int32: the number of live lanes, three unused, the row of each lane (0: padding);
+    None without decode rows. arrays: the others by name, as `BatchBuilder.send` lists them.
+    """
+
+    decode: torch.Tensor | None
+    arrays: dict[str, torch.Tensor]
+
+
 class BatchBuilder:
     """Turns plans into batches. Keeps one set of step-preparation buffers per bucket of decode rows.
 
-    Buffers are reused by the next step: a batch is valid until the next `build`.
+    Buffers are reused by the next step: a batch is valid until the next one is built.
+
+    Args:
+        rows, sampling: what the plans change.
+        num_pages, page_size: of the KV pool.
+        buckets: sizes of decode batches, ascending; the largest holds all rows.
+        pad_decode: the model runs over whole buckets; else over the live lanes alone.
+        with_indices: fill kv_indices, for attention that reads them.
     """
 
-    def __init__(self, rows: DeviceRows, sampling: SamplingRows, *, num_pages: int, page_size: int) -> None:
+    def __init__(
+        self,
+        rows: DeviceRows,
+        sampling: SamplingRows,
+        *,
+        num_pages: int,
+        page_size: int,
+        buckets: list[int],
+        pad_decode: bool = False,
+        with_indices: bool = False,
+    ) -> None:
         self._rows = rows
         self._sampling = sampling
         self._num_pages = num_pages
         self._page_size = page_size
+        self._buckets = buckets
+        self._pad_decode = pad_decode
+        # No page is in two rows, but for page 0 of the padding lanes; all buckets share the room.
+        self._kv_indices = None
+        if with_indices:
+            self._kv_indices = torch.zeros(num_pages + buckets[-1], dtype=torch.int32, device=rows.device)
         self._buffers: dict[int, StepPrepBuffers] = {}
 
-    def build(self, plan: StepPlan) -> ForwardBatch:
-        """Apply a plan to the device rows and return the batch that runs it.
-
-        `logits_index` lists the tokens of `plan.sample_rows` and then, if prompt log-probabilities are
-        wanted, the token before each of `plan.logprobs.prompt_targets`.
+    def send(self, plan: StepPlan) -> SentPlan:
+        """Copy a plan's arrays to the device and apply its changes to the device rows.
 
         Raises EngineError, before anything is written, for rows, pages, slots or positions out of range.
         """
         self._check(plan)
         tokens = PromptTokens.of(plan.prefill)
-        self._sampling.enter(plan.entering)
-        self._rows.grant(plan.grants)
+        num_lanes = self._num_lanes(len(plan.decode_rows))
+        arrays = {
+            "sample_rows": plan.sample_rows.astype(np.int64),
+            "num_generated": plan.num_generated,
+            "logits_index": _logits_index(plan, num_lanes),
+        }
+        if len(plan.decode_rows):
+            arrays["decode"] = self._lanes(plan.decode_rows)
+        if len(plan.grants.rows):
+            arrays |= self._rows.grant_arrays(plan.grants)
         if plan.prefill.count:
-            self._rows.store_prompt(plan.prefill, tokens.rows, tokens.positions)
+            arrays |= _prefill_arrays(plan.prefill, tokens)
+        sent = upload(arrays, self._rows.device)
+        self._sampling.enter(plan.entering)
+        if len(plan.grants.rows):
+            self._rows.grant(sent)
+        if plan.prefill.count:
+            self._rows.store_prompt(sent)
             self._sampling.record_prompt(tokens.rows, tokens.positions, plan.prefill.input_ids)
+        return SentPlan(sent.pop("decode", None), sent)
+
+    def batch(self, plan: StepPlan, sent: SentPlan) -> ForwardBatch:
+        """Advance the decode rows and join them with the prompt chunks.
+
+        `logits_index` lists the tokens of `plan.sample_rows` and then, if prompt log-probabilities are
+        wanted, the token before each of `plan.logprobs.prompt_targets`.
+        """
         ids, positions, slots = [], [], []
-        num_decode = len(plan.decode_rows)
+        num_decode = self._num_lanes(len(plan.decode_rows))
         decode = None
-        if num_decode:
-            decode, buffers = self._decode(plan.decode_rows)
+        if sent.decode is not None:
+            decode, buffers = self._decode(sent.decode, num_decode)
             ids.append(self._rows.last_tokens[decode.rows].long())
             positions.append(buffers.positions[:num_decode])
             slots.append(buffers.slot_mapping[:num_decode])
         if plan.prefill.count:
-            ids.append(self._long(plan.prefill.input_ids))
-            positions.append(self._long(tokens.positions))
-            slots.append(self._long(plan.prefill.slots))
+            ids.append(sent.arrays["input_ids"])
+            positions.append(sent.arrays["positions"])
+            slots.append(sent.arrays["slots"])
         return ForwardBatch(
             input_ids=_joined(ids, self._rows.device),
             positions=_joined(positions, self._rows.device),
             slot_mapping=_joined(slots, self._rows.device),
             req_to_token=self._rows.req_to_token,
-            logits_index=self._long(_logits_index(plan)),
+            logits_index=sent.arrays["logits_index"],
             num_decode=num_decode,
             decode=decode,
-            prefill=self._prefill(plan.prefill),
+            prefill=_prefill_part(plan.prefill, sent.arrays),
         )
 
-    def _decode(self, rows: Int32) -> tuple[DecodePart, StepPrepBuffers]:
-        n = len(rows)
-        bucket = max(_SMALLEST_BUCKET, 1 << (n - 1).bit_length())
+    def decode_batch(self, inputs: torch.Tensor) -> ForwardBatch:
+        """Advance the decode rows: a step of nothing else, over a whole bucket. Reads nothing on the host.
+
+        inputs: [4 + bucket] int32, as `SentPlan.decode`.
+        """
+        num_lanes = len(inputs) - _HEADER
+        decode, buffers = self._decode(inputs, num_lanes)
+        return ForwardBatch(
+            input_ids=self._rows.last_tokens.index_select(0, buffers.rows),
+            positions=buffers.positions,
+            slot_mapping=buffers.slot_mapping,
+            req_to_token=self._rows.req_to_token,
+            logits_index=None,
+            num_decode=num_lanes,
+            decode=decode,
+            prefill=None,
+        )
+
+    def _lanes(self, rows: Int32) -> Int32:
+        lanes = np.zeros(_HEADER + bucket_of(len(rows), self._buckets), np.int32)
+        lanes[0] = len(rows)
+        lanes[_HEADER : _HEADER + len(rows)] = rows
+        return lanes
+
+    def _num_lanes(self, num_rows: int) -> int:
+        return bucket_of(num_rows, self._buckets) if self._pad_decode and num_rows else num_rows
+
+    def _decode(self, inputs: torch.Tensor, num_lanes: int) -> tuple[DecodePart, StepPrepBuffers]:
+        bucket = len(inputs) - _HEADER
         if bucket not in self._buffers:
-            self._buffers[bucket] = StepPrepBuffers.allocate(bucket, None, self._rows.device)
+            buffers = StepPrepBuffers.allocate(bucket, None, self._rows.device)
+            self._buffers[bucket] = replace(buffers, kv_indices=self._kv_indices)
         buffers = self._buffers[bucket]
-        lanes = np.zeros(bucket, np.int32)
-        lanes[:n] = rows
         step_prep(
-            to_device(lanes, torch.int32, self._rows.device),
-            torch.tensor([n], dtype=torch.int32, device=self._rows.device),
+            inputs[_HEADER:],
+            inputs[:1],
             self._rows.seq_lens,
             self._rows.req_to_token,
             self._rows.granted_pages,
             buffers,
             page_size=self._page_size,
         )
-        return DecodePart(rows=buffers.rows[:n], seq_lens=buffers.seq_lens[:n]), buffers
-
-    def _prefill(self, prefill: PrefillChunks) -> PrefillPart | None:
-        if not prefill.count:
-            return None
-        return PrefillPart(
-            rows=self._long(prefill.rows), starts=prefill.starts.tolist(), lens=prefill.lens.tolist()
+        part = DecodePart(
+            rows=buffers.rows[:num_lanes],
+            seq_lens=buffers.seq_lens[:num_lanes],
+            kv_indptr=buffers.kv_indptr[: num_lanes + 1],
+            kv_indices=buffers.kv_indices,
+            last_page_len=buffers.last_page_len[:num_lanes],
         )
-
-    def _long(self, array: Int32 | Int64) -> torch.Tensor:
-        return to_device(array, torch.int64, self._rows.device)
+        return part, buffers
 
     def _check(self, plan: StepPlan) -> None:
         """A wrong index would overwrite a neighbour on the CPU and kill the process on CUDA."""
@@ -155,11 +232,37 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _logits_index(plan: StepPlan) -> Int64:
+def _prefill_arrays(prefill: PrefillChunks, tokens: PromptTokens) -> dict[str, Int32 | Int64]:
+    indptr = np.zeros(prefill.count + 1, np.int32)
+    np.cumsum(prefill.lens, out=indptr[1:])
+    return {
+        "input_ids": prefill.input_ids.astype(np.int64),
+        "positions": tokens.positions,
+        "slots": prefill.slots.astype(np.int64),
+        "token_rows": tokens.rows.astype(np.int64),
+        "chunk_rows": prefill.rows.astype(np.int64),
+        "chunk_starts": prefill.starts,
+        "chunk_ends": prefill.starts + prefill.lens,
+        "chunk_indptr": indptr,
+    }
+
+
+def _prefill_part(prefill: PrefillChunks, arrays: dict[str, torch.Tensor]) -> PrefillPart | None:
+    if not prefill.count:
+        return None
+    return PrefillPart(
+        rows=arrays["chunk_rows"],
+        starts=prefill.starts.tolist(),
+        lens=prefill.lens.tolist(),
+        device_starts=arrays["chunk_starts"],
+        indptr=arrays["chunk_indptr"],
+    )
+
+
+def _logits_index(plan: StepPlan, num_lanes: int) -> Int64:
     """[s + prompt targets] int64: tokens of the step whose logits are wanted."""
-    num_decode = len(plan.decode_rows)
-    ends = num_decode + np.cumsum(plan.prefill.lens, dtype=np.int64)
-    parts = [np.arange(num_decode, dtype=np.int64), ends[plan.prefill.is_last] - 1]
+    ends = num_lanes + np.cumsum(plan.prefill.lens, dtype=np.int64)
+    parts = [np.arange(len(plan.decode_rows), dtype=np.int64), ends[plan.prefill.is_last] - 1]
     if plan.logprobs is not None:
         parts.append(_before_targets(plan.logprobs, plan.prefill, ends))
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""Executes StepPlans: device rows, model, sampling, result."""
+"""Executes StepPlans on the CPU: device rows, model, sampling, result."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from phalanx.config.groups import Settings
 from phalanx.core.errors import EngineError
 from phalanx.core.step import StepPlan, StepResult
 from phalanx.engine.batch import BatchBuilder
+from phalanx.engine.buckets import power_of_two_buckets
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.kvcache.pool import KVPool
 from phalanx.sampling.logprobs import output_logprobs, prompt_logprobs
@@ -75,7 +76,13 @@ class Engine:
         self._rows = DeviceRows(num_rows, scheduler.context_length, ring, device)
         sampling = SamplingRows(num_rows, settings.model.vocab_size, scheduler.context_length, device)
         self._sampler = Sampler(sampling)
-        self._batches = BatchBuilder(self._rows, sampling, num_pages=pool.num_pages, page_size=pool.page_size)
+        self._batches = BatchBuilder(
+            self._rows,
+            sampling,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+            buckets=power_of_two_buckets(scheduler.max_running_requests),
+        )
         threads = settings.engine.num_threads
         self._executor = ThreadPoolExecutor(
             1,
@@ -94,14 +101,15 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
-            batch = self._batches.build(plan)
+            sent = self._batches.send(plan)
+            batch = self._batches.batch(plan, sent)
             hidden = self._model.forward(batch, self._pool, self._attn)
             num_sampled = len(plan.sample_rows)
             logits = self._model.logits(hidden[:num_sampled])
             tokens, finish = self._sampler.sample(
                 logits, plan.sample_rows, plan.num_generated, plan.needs_eager
             )
-            self._rows.store_sampled(plan.sample_rows, tokens)
+            self._rows.store_sampled(sent.arrays["sample_rows"], tokens)
             host_tokens = tokens.cpu().numpy()
             wanted, prompt_wanted = plan.logprobs, None
             if wanted is not None and len(wanted.prompt_targets):

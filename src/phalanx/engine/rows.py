@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from phalanx.config.groups import SchedulerConfig
-from phalanx.core.step import Int32, Int64, PageGrants, PrefillChunks
-from phalanx.sampling.tensors import int32_table, to_device
+from phalanx.core.step import Int32, Int64, PageGrants
+from phalanx.sampling.tensors import int32_table
 
 
 def grant_ring(config: SchedulerConfig, page_size: int) -> int:
@@ -38,24 +39,29 @@ class DeviceRows:
         self.req_to_token = int32_table(num_rows, max_context, device)
         self.granted_pages = torch.zeros(num_rows, ring, dtype=torch.int32, device=device)
 
-    def grant(self, grants: PageGrants) -> None:
-        """Put granted pages into the rings."""
-        if len(grants.rows):
-            column = grants.page_index % self.granted_pages.shape[1]
-            index = (self._long(grants.rows), self._long(column))
-            self.granted_pages[index] = to_device(grants.page_ids, torch.int32, self.device)
+    def grant_arrays(self, grants: PageGrants) -> dict[str, Int32 | Int64]:
+        """What `grant` needs on the device, by name: the place in its row's ring of each page."""
+        return {
+            "grant_rows": grants.rows.astype(np.int64),
+            "grant_columns": (grants.page_index % self.granted_pages.shape[1]).astype(np.int64),
+            "grant_pages": grants.page_ids,
+        }
 
-    def store_prompt(self, prefill: PrefillChunks, token_rows: Int32, positions: Int64) -> None:
-        """Record slots and lengths of prompt chunks. token_rows, positions: [sum(lens)], one per token."""
-        index = (self._long(token_rows), self._long(positions))
-        self.req_to_token[index] = to_device(prefill.slots, torch.int32, self.device)
-        lens = to_device(prefill.starts + prefill.lens, torch.int32, self.device)
-        self.seq_lens[self._long(prefill.rows)] = lens
+    def grant(self, sent: dict[str, torch.Tensor]) -> None:
+        """Put granted pages into the rings. sent: device copies of `grant_arrays`."""
+        self.granted_pages[sent["grant_rows"], sent["grant_columns"]] = sent["grant_pages"]
 
-    def store_sampled(self, rows: Int32, tokens: torch.Tensor) -> None:
-        """Record the tokens just sampled ([s] int32, device): the input of the rows' next decode step."""
-        if len(rows):
-            self.last_tokens[self._long(rows)] = tokens
+    def store_prompt(self, sent: dict[str, torch.Tensor]) -> None:
+        """Record slots and lengths of prompt chunks.
 
-    def _long(self, array: Int32 | Int64) -> torch.Tensor:
-        return to_device(array, torch.int64, self.device)
+        sent: token_rows, positions, slots: [sum(lens)] int64; chunk_rows: [m] int64; chunk_ends: [m] int32.
+        """
+        self.req_to_token[sent["token_rows"], sent["positions"]] = sent["slots"].int()
+        self.seq_lens[sent["chunk_rows"]] = sent["chunk_ends"]
+
+    def store_sampled(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Record the tokens just sampled: the input of the rows' next decode step.
+
+        rows: [s] int64; padding row 0 may come more than once. tokens: [s] int32.
+        """
+        self.last_tokens.index_copy_(0, rows, tokens)

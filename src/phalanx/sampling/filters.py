@@ -34,7 +34,7 @@ def keep_top(
     k = torch.where(top_k > 0, top_k.long(), scaled.shape[1])
     likeliest = probs.amax(1)
     floor = torch.maximum(_top_k_floor(scaled, k, max_top_k), _top_p_floor(scaled, likeliest, top_p))
-    values, columns = _compact(scaled, floor)
+    values, columns = _candidates(scaled, floor)
     ranked = _sort_descending(values)
     # In float64: a token at the edge of the nucleus stays or goes by its own numbers, not by rounding.
     masses = ranked.double().exp_() * likeliest[:, None].double()
@@ -75,6 +75,16 @@ def _top_p_floor(scaled: torch.Tensor, likeliest: torch.Tensor, top_p: torch.Ten
     return (lightest / likeliest).log()
 
 
+def _candidates(scaled: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and columns of the entries not below their row's floor, as `_compact` gives them.
+
+    On CUDA all entries: their number is not known on the host, and asking would stop the pipeline.
+    """
+    if scaled.device.type == "cpu":
+        return _compact(scaled, floor)
+    return scaled, torch.arange(scaled.shape[1], device=scaled.device).expand_as(scaled)
+
+
 def _compact(scaled: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries not below their row's floor, moved to the left in order.
 
@@ -95,9 +105,7 @@ def _compact(scaled: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _true_indices(mask: torch.Tensor) -> torch.Tensor:
-    """Flat indices of the true entries, ascending. NumPy takes a seventh of torch's time on the CPU."""
-    if mask.device.type != "cpu":
-        return mask.view(-1).nonzero().squeeze(1)
+    """Flat indices of the true entries, ascending. NumPy takes a seventh of torch's time."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 

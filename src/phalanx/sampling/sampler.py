@@ -15,6 +15,7 @@ from phalanx.sampling.uniform import row_keys
 # fp32 logits in work at once: 4 MB, near the caches. On 2 Zen 4 cores 1024 temperature rows of 49152 cost
 # about the same in chunks of 16 and of 32 lines, a fifth more in chunks of 4.
 _CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS_CUDA = 1 << 24  # 64 MB, and a few times that with what a sort takes: few launches, bounded
 
 
 class Sampler:
@@ -28,7 +29,8 @@ class Sampler:
         self.table = table
         width = -(-table.vocab_size // DRAW_BLOCK) * DRAW_BLOCK
         # Columns beyond the vocabulary stay at -inf and so get probability 0.
-        self._chunk = max(1, _CHUNK_ELEMENTS // width)
+        elements = _CHUNK_ELEMENTS_CUDA if table.device.type == "cuda" else _CHUNK_ELEMENTS
+        self._chunk = max(1, elements // width)
         self._scratch = torch.full((self._chunk, width), -torch.inf, device=table.device)
 
     def sample(

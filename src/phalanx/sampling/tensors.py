@@ -10,8 +10,12 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy of a host array, also of a read-only one."""
-    return torch.tensor(array, dtype=dtype, device=device)
+    """A copy of a host array, also of a read-only one. On CUDA the host does not wait for it."""
+    if device.type != "cuda":
+        return torch.tensor(array, dtype=dtype, device=device)
+    pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+    pinned.numpy()[...] = array
+    return pinned.to(device, non_blocking=True)
 
 
 def int32_table(num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
