@@ -205,7 +205,7 @@ def test_query_blocks_cover_every_token(chunks) -> None:
     assert (np.repeat(chunk, size) == np.repeat(np.arange(len(lens)), lens)).all()
 
 
-@pytest.mark.parametrize("name", ["triton", "flashinfer", "", "TORCH_NATIVE"])
+@pytest.mark.parametrize("name", ["flash", "", "TORCH_NATIVE"])
 def test_unknown_backend_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="torch_native"):
         create_attention(name, shape(2, 1, 8))

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import torch
+
 from phalanx.attention.base import AttentionBackend
 from phalanx.config.groups import ModelConfig
 from phalanx.core.errors import ConfigError
 
-NAMES = ("torch_native",)
+NAMES = ("torch_native", "triton", "flashinfer")
 
 
-def create_attention(name: str, config: ModelConfig) -> AttentionBackend:
-    """Build the backend called `name`. Raises ConfigError for one that does not exist (yet)."""
+_CPU = torch.device("cpu")
+
+
+def create_attention(name: str, config: ModelConfig, device: torch.device = _CPU) -> AttentionBackend:
+    """Build the backend called `name`. Raises ConfigError for one that does not exist or cannot be loaded."""
     if name == "torch_native":
         from phalanx.attention.torch_native import TorchNativeAttention
 
         return TorchNativeAttention(config)
-    raise ConfigError(f"attention backend {name!r} is not available; choose from: {', '.join(NAMES)}")
+    if name == "triton":
+        from phalanx.attention.triton import TritonAttention
+
+        return TritonAttention(config)
+    if name == "flashinfer":
+        from phalanx.attention.flashinfer import FlashInferAttention
+
+        try:
+            return FlashInferAttention(config, device)
+        except ImportError as error:
+            raise ConfigError(f"attention backend flashinfer cannot be loaded: {error}") from error
+    raise ConfigError(f"attention backend {name!r} does not exist; choose from: {', '.join(NAMES)}")

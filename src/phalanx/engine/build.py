@@ -10,6 +10,7 @@ import torch
 from phalanx.attention.registry import create_attention
 from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError
+from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.engine import Engine
 from phalanx.engine.memory import DTYPES, available_bytes, count_pages
 from phalanx.kvcache.pool import KVPool
@@ -24,7 +25,7 @@ class BuiltEngine:
     num_pages: pages of its pool, padding page 0 included. phases: seconds that each part of the start took.
     """
 
-    engine: Engine
+    engine: Engine | CudaEngine
     num_pages: int
     phases: dict[str, float]
 
@@ -41,9 +42,9 @@ def build_engine(settings: Settings, progress: bool = True) -> BuiltEngine:
         ConfigError: unknown device or attention backend, or no memory for the pool.
     """
     name = settings.engine.device
-    if name != "cpu":
-        raise ConfigError(f"device {name!r} cannot run a model in this version: only cpu")
-    device = torch.device(name)
+    if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device {name!r} cannot run a model here: torch finds no such device")
+    device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
     dtypes = {kind: DTYPES[kind] for kind in (settings.engine.dtype, settings.cache.dtype)}
     if settings.engine.num_threads is not None:
         torch.set_num_threads(settings.engine.num_threads)
@@ -62,9 +63,17 @@ def build_engine(settings: Settings, progress: bool = True) -> BuiltEngine:
             dtype=dtypes[settings.cache.dtype],
             device=device,
         )
-        attn = create_attention(settings.engine.attention_backend, settings.model)
-        engine = Engine(settings, model, pool, attn, device)
-        phases["kv_pool"] = time.perf_counter() - start
+        attn = create_attention(settings.engine.attention_backend, settings.model, device)
+        engine: Engine | CudaEngine
+        if device.type == "cpu":
+            engine = Engine(settings, model, pool, attn, device)
+            phases["kv_pool"] = time.perf_counter() - start
+        else:
+            engine = CudaEngine(settings, model, pool, attn, device)
+            phases["kv_pool"] = time.perf_counter() - start
+            start = time.perf_counter()
+            engine.warm_up(progress=progress)
+            phases["capture" if settings.engine.cuda_graph else "warm_up"] = time.perf_counter() - start
     return BuiltEngine(engine, num_pages, phases)
 
 

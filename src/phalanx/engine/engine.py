@@ -27,8 +27,8 @@ class Model(Protocol):
         """Final hidden states [S, hidden_size] of the tokens in `batch.logits_index`."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size]."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size], written to `out` where that is given (on CUDA alone)."""
         ...
 
 

@@ -61,6 +61,10 @@ class Linear:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
             self.packed = True
 
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write y to `out`: [num_tokens, out_features]. For plain weights without a bias."""
+        return torch.mm(x, self.weight.t(), out=out)
+
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """x: [num_tokens, in_features]. Returns [num_tokens, out_features], plus `add` of that shape."""
         if self.packed:

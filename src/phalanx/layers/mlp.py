@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from phalanx.kernels import silu_mul
 from phalanx.layers.linear import Linear
 
 
@@ -44,3 +45,7 @@ class GatedMLP:
         """x, residual: [num_tokens, hidden_size]. Returns residual + mlp(x)."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), add=residual)
+
+    def fused(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. Returns mlp(x), without the residual."""
+        return self.down(silu_mul(self.gate_up(x)))

@@ -42,7 +42,7 @@ def _llama3(inv_freq: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 class RotaryEmbedding:
     """cos and sin for positions 0 .. max_positions-1, kept in fp32.
 
-    cos, sin: [max_positions, head_dim / 2] fp32.
+    cos, sin: [max_positions, head_dim / 2] fp32, views of cache: [max_positions, head_dim], cos then sin.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class RotaryEmbedding:
     ) -> None:
         inv_freq = inverse_frequencies(config, head_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        self.cos = angles.cos().to(device)
-        self.sin = angles.sin().to(device)
+        self.cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+        self.cos, self.sin = self.cache.chunk(2, dim=-1)
         self.dtype = dtype
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

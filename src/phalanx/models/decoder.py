@@ -11,7 +11,7 @@ import torch
 from phalanx.attention.base import AttentionBackend, ForwardBatch
 from phalanx.config.groups import ModelConfig
 from phalanx.core.errors import ModelError
-from phalanx.kernels import store_kv
+from phalanx.kernels import rope, store_kv
 from phalanx.kvcache.pool import KVPool
 from phalanx.layers.embedding import Embedding
 from phalanx.layers.linear import Linear
@@ -22,10 +22,12 @@ from phalanx.layers.rope import RotaryEmbedding, apply_rope
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share. cos, signed_sin: see `RotaryEmbedding.tables`."""
+    """What all layers of one step share.
 
-    cos: torch.Tensor
-    signed_sin: torch.Tensor
+    rotation: (cos, signed_sin) of `RotaryEmbedding.tables`; in fused kernels (positions, `cache`) instead.
+    """
+
+    rotation: tuple[torch.Tensor, torch.Tensor]
     slot_mapping: torch.Tensor
     pool: KVPool
     attn: AttentionBackend
@@ -74,11 +76,36 @@ class AttentionBlock:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk[:, : self.num_q_heads], qk[:, self.num_q_heads :]
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        qk = apply_rope(qk, step.cos, step.signed_sin)
+        qk = apply_rope(qk, *step.rotation)
         q, k = qk[:, : self.num_q_heads], qk[:, self.num_q_heads :]
         store_kv(k, v, step.pool.k[self.index], step.pool.v[self.index], step.slot_mapping)
         attended = step.attn.forward(self.index, q, step.pool, step.attn_state)
         return self.out(attended.reshape(num_tokens, self.num_q_heads * self.head_dim), add=residual)
+
+    def fused(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]. Returns attention(x), without the residual.
+
+        Norms, rotation and the KV store are one launch; Q is rotated where the projection left it.
+        """
+        num_tokens, num_q, num_kv = x.shape[0], self.num_q_heads, self.num_kv_heads
+        heads = self.qkv(x).view(num_tokens, num_q + 2 * num_kv, self.head_dim)
+        q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
+        positions, cache = step.rotation
+        rope(
+            q,
+            k,
+            positions,
+            cache,
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            v=v,
+            k_pool=step.pool.k[self.index],
+            v_pool=step.pool.v[self.index],
+            slot_mapping=step.slot_mapping,
+        )
+        attended = step.attn.forward(self.index, q, step.pool, step.attn_state)
+        return self.out(attended.reshape(num_tokens, num_q * self.head_dim))
 
 
 class DecoderLayer:
@@ -118,10 +145,14 @@ class Decoder:
         config: shape and flags.
         dtype: of weights and activations.
         device: where they live.
+        fused: run norms, rotation and activation through `phalanx.kernels`; None: on CUDA.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, fused: bool | None = None
+    ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self._fused = device.type == "cuda" if fused is None else fused
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rope = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, dtype=dtype, device=device
@@ -168,16 +199,37 @@ class Decoder:
 
         Returns the final-normed hidden states of `batch.logits_index`: [S, hidden_size].
         """
-        cos, signed_sin = self.rope.tables(batch.positions)
-        step = StepContext(cos, signed_sin, batch.slot_mapping, pool, attn, attn.begin(batch, pool))
         hidden = self.embed(batch.input_ids)
+        if self._fused:
+            rotation = batch.positions, self.rope.cache
+        else:
+            rotation = self.rope.tables(batch.positions)
+        step = StepContext(rotation, batch.slot_mapping, pool, attn, attn.begin(batch, pool))
+        if self._fused:
+            return self._run_fused(hidden, batch.logits_index, step)
         for layer in self.layers:
             hidden = layer(hidden, step)
-        return self.norm(hidden.index_select(0, batch.logits_index))
+        return self.norm(_pick(hidden, batch.logits_index))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [S, hidden_size] from `forward`. Returns [S, vocab_size] in the compute dtype."""
-        return self.head(hidden)
+    def _run_fused(
+        self, residual: torch.Tensor, logits_index: torch.Tensor | None, step: StepContext
+    ) -> torch.Tensor:
+        """Each addition to the residual stream is one launch with the norm after it."""
+        x = self.layers[0].input_norm.fused(residual)
+        following = [layer.input_norm for layer in self.layers[1:]]
+        for layer, next_norm in zip(self.layers, [*following, None], strict=True):
+            x = layer.attention.fused(x, step)
+            x = layer.mlp.fused(layer.post_norm.add_to(x, residual))
+            if next_norm is not None:
+                x = next_norm.add_to(x, residual)
+        return self.norm.add_to(_pick(x, logits_index), _pick(residual, logits_index))
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden: [S, hidden_size] from `forward`. Returns [S, vocab_size] in the compute dtype.
+
+        out: where to write them, on CUDA.
+        """
+        return self.head(hidden) if out is None else self.head.into(hidden, out)
 
     def _targets(self) -> dict[str, torch.Tensor]:
         """Checkpoint name -> the tensor or view to fill, for the whole model."""
@@ -186,6 +238,10 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             found |= layer.targets(f"model.layers.{index}.")
         return found
+
+
+def _pick(hidden: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return hidden if index is None else hidden.index_select(0, index)
 
 
 def _tie(missing: dict[str, torch.Tensor], embedding: Embedding, head: Linear) -> None:

@@ -1,0 +1,235 @@
+"""Executes StepPlans on CUDA without waiting for the device.
+
+`launch` runs in the caller's thread: it only queues work, and the device runs it while the caller plans the
+next step. Nothing between a plan and its handle asks the device for a value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from phalanx.attention.base import AttentionBackend
+from phalanx.config.groups import Settings
+from phalanx.core.step import Int32, LogprobPlan, StepPlan, TokenLogprobs
+from phalanx.engine.batch import BatchBuilder, SentPlan
+from phalanx.engine.buckets import decode_buckets
+from phalanx.engine.engine import Model
+from phalanx.engine.graphs import DecodeGraphs
+from phalanx.engine.rows import DeviceRows, grant_ring
+from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
+from phalanx.kernels import sample
+from phalanx.kvcache.pool import KVPool
+from phalanx.sampling.logprobs import position_logprobs, prompt_logprobs
+from phalanx.sampling.rows import EAGER, SamplingRows
+from phalanx.sampling.sampler import Sampler
+from phalanx.sampling.tensors import to_device
+
+_EAGER_LINES = 512  # logits that the eager sampler copies at a time
+
+
+class CudaEngine:
+    """Owns the device state of all rows and runs steps in the order launched, on one stream.
+
+    Decode rows always fill a whole bucket, padded with row 0. A step of decode rows alone replays the CUDA
+    graph of its bucket where there is one; a step with prompt chunks runs eagerly.
+
+    Args:
+        settings: everything settled.
+        model: on `device`, with its weights.
+        pool, attn, device: where K and V lie, and who attends to them.
+    """
+
+    def __init__(
+        self, settings: Settings, model: Model, pool: KVPool, attn: AttentionBackend, device: torch.device
+    ) -> None:
+        scheduler, vocab_size = settings.scheduler, settings.model.vocab_size
+        num_rows = scheduler.max_running_requests + 1
+        self._device = device
+        self._model = model
+        self._pool = pool
+        self._attn = attn
+        self._buckets = decode_buckets(scheduler.max_running_requests)
+        self._max_graph_rows = settings.engine.cuda_graph_max_bs if settings.engine.cuda_graph else 0
+        self._rows = DeviceRows(
+            num_rows, scheduler.context_length, grant_ring(scheduler, pool.page_size), device
+        )
+        self._sampling = SamplingRows(num_rows, vocab_size, scheduler.context_length, device)
+        self._eager_sampler = Sampler(self._sampling)
+        self._batches = BatchBuilder(
+            self._rows,
+            self._sampling,
+            num_pages=pool.num_pages,
+            page_size=pool.page_size,
+            buckets=self._buckets,
+            pad_decode=True,
+            with_indices=settings.engine.attention_backend == "flashinfer",
+        )
+        # One for all steps and graphs: at 4096 rows of 150,000 logits it takes over a gigabyte.
+        self._logits = torch.empty(self._buckets[-1], vocab_size, dtype=pool.k[0].dtype, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device, priority=-1)  # log-probabilities: off the way of steps
+        self._graphs = DecodeGraphs(self._decode, self._stream)
+        torch.cuda.synchronize(device)  # what was made on other streams is complete
+
+    def warm_up(self, *, progress: bool) -> None:
+        """Run every bucket once on padding rows, so that kernels are compiled, and capture the graphs.
+
+        progress: draw a bar on standard error.
+        """
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for bucket in _with_bar(self._buckets[::-1], "capturing decode steps", progress):
+                inputs = torch.zeros(4 + bucket, dtype=torch.int32, device=self._device)
+                self._decode(inputs)
+                if bucket <= self._largest_graph:
+                    self._graphs.capture(inputs)
+        torch.cuda.synchronize(self._device)
+
+    def launch(self, plan: StepPlan) -> CudaHandle | FailedHandle:
+        """Queue a step and return. The plan's arrays belong to the engine from here on.
+
+        A step that cannot be queued says so when its handle is read; the rows it does not hold are as they
+        were. Errors of the device itself are raised: nothing can run after one.
+        """
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                return self._launch(plan)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            return FailedHandle(plan.step_id, error)
+
+    def close(self) -> None:
+        """Wait for launched steps."""
+        torch.cuda.synchronize(self._device)
+
+    @property
+    def _largest_graph(self) -> int:
+        """The bucket of the most rows that a graph is wanted for, 0 for none."""
+        return next((b for b in self._buckets if b >= self._max_graph_rows), 0) if self._max_graph_rows else 0
+
+    def _launch(self, plan: StepPlan) -> CudaHandle:
+        sent = self._batches.send(plan)
+        if plan.prefill.count or sent.decode is None:
+            sampled = self._mixed(plan, sent)
+        elif len(sent.decode) in self._graphs:
+            sampled = self._graphs.replay(sent.decode)
+        else:
+            sampled = self._decode(sent.decode)
+        self._sample_eagerly(plan, sent, sampled)
+        return CudaHandle(plan, sampled, self._logprob_reader(plan, sampled))
+
+    def _decode(self, inputs: torch.Tensor) -> Sampled:
+        """A step of one bucket of decode rows, in device work alone. inputs: see `SentPlan.decode`."""
+        batch = self._batches.decode_batch(inputs)
+        assert batch.decode is not None
+        hidden = self._model.forward(batch, self._pool, self._attn)
+        sampled = Sampled.empty(self._model.logits(hidden, self._logits[: batch.num_decode]))
+        table = self._sampling
+        sample(
+            sampled.logits,
+            table.temperature,
+            table.seeds,
+            batch.decode.rows,
+            table.stop_ids,
+            seq_lens=batch.decode.seq_lens,
+            prompt_lens=table.prompt_lens,
+            tokens=sampled.tokens,
+            finish=sampled.finish,
+        )
+        self._rows.store_sampled(batch.decode.rows, sampled.tokens)
+        return sampled
+
+    def _mixed(self, plan: StepPlan, sent: SentPlan) -> Sampled:
+        """A step with prompt chunks."""
+        hidden = self._model.forward(self._batches.batch(plan, sent), self._pool, self._attn)
+        num_sampled = len(plan.sample_rows)
+        logits = self._logits[:num_sampled]
+        if num_sampled:
+            self._model.logits(hidden[:num_sampled], logits)
+        sampled = Sampled.empty(logits, hidden)
+        rows, table = sent.arrays["sample_rows"], self._sampling
+        sample(
+            logits,
+            table.temperature,
+            table.seeds,
+            rows,
+            table.stop_ids,
+            num_generated=sent.arrays["num_generated"],
+            tokens=sampled.tokens,
+            finish=sampled.finish,
+        )
+        self._rows.store_sampled(rows, sampled.tokens)
+        return sampled
+
+    def _sample_eagerly(self, plan: StepPlan, sent: SentPlan, sampled: Sampled) -> None:
+        """Sample again, with everything they ask for, the rows that want more than a temperature."""
+        wants = plan.needs_eager & ((self._sampling.uses[plan.sample_rows] & EAGER) != 0)
+        lines = np.flatnonzero(wants)
+        for first in range(0, len(lines), _EAGER_LINES):
+            part = lines[first : first + _EAGER_LINES]
+            index = to_device(part, torch.int64, self._device)
+            tokens, finish = self._eager_sampler.sample(
+                sampled.logits.index_select(0, index),
+                plan.sample_rows[part],
+                plan.num_generated[part],
+                plan.needs_eager[part],
+            )
+            sampled.tokens.index_copy_(0, index, tokens)
+            sampled.finish.index_copy_(0, index, finish)
+            self._rows.store_sampled(sent.arrays["sample_rows"].index_select(0, index), tokens)
+
+    def _logprob_reader(self, plan: StepPlan, sampled: Sampled) -> ReadLogprobs | None:
+        """Keep what the step's log-probabilities need; they are computed when the step is read.
+
+        That runs on the side stream, beside the next step, whose result nobody has to wait for then.
+        """
+        wanted = plan.logprobs
+        if wanted is None:
+            return None
+        index = to_device(wanted.sample_index, torch.int64, self._device)
+        lines = sampled.logits.index_select(0, index)
+        hidden = None
+        if len(wanted.prompt_targets):
+            assert sampled.hidden is not None
+            hidden = sampled.hidden[len(plan.sample_rows) :]
+        kept = torch.cuda.Event()
+        kept.record()
+        return functools.partial(self._read_logprobs, wanted, lines, hidden, kept)
+
+    def _read_logprobs(
+        self,
+        wanted: LogprobPlan,
+        lines: torch.Tensor,
+        hidden: torch.Tensor | None,
+        kept: torch.cuda.Event,
+        tokens: Int32,
+    ) -> tuple[TokenLogprobs, TokenLogprobs | None]:
+        with torch.inference_mode(), torch.cuda.stream(self._side):
+            self._side.wait_event(kept)
+            lines.record_stream(self._side)
+            output = position_logprobs(
+                lambda start, stop: lines[start:stop],
+                wanted.sample_index,
+                tokens[wanted.sample_index],
+                wanted.top_k,
+                wanted.ids_indptr,
+                wanted.ids,
+            )
+            if hidden is None:
+                return output, None
+            hidden.record_stream(self._side)
+            return output, prompt_logprobs(hidden, self._model.logits, wanted)
+
+
+def _with_bar(items: list[int], title: str, progress: bool) -> Iterator[int]:
+    """Yield the items, with a bar on standard error that counts them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        yield from bar.track(items)

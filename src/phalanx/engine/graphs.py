@@ -1,0 +1,59 @@
+"""CUDA graphs of whole decode steps, one per bucket of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.engine.sampled import Sampled
+
+DecodeStep = Callable[[torch.Tensor], Sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A graph, the input it reads ([4 + bucket] int32) and the output it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor
+    sampled: Sampled
+
+
+class DecodeGraphs:
+    """Captures `step` per bucket and replays it.
+
+    All graphs share one memory pool: they run one after the other, so that what one of them computes with
+    needs no memory of its own. Capture the largest first: then the smaller ones find room in what it took.
+    """
+
+    def __init__(self, step: DecodeStep, stream: torch.cuda.Stream) -> None:
+        self._step = step
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, CapturedStep] = {}
+
+    def __contains__(self, num_inputs: object) -> bool:
+        return num_inputs in self._captured
+
+    def capture(self, inputs: torch.Tensor) -> None:
+        """Capture the step over these inputs; it must have run once before, so that kernels are loaded.
+
+        inputs: [4 + bucket] int32; the graph keeps reading this memory. The stream must be current.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            sampled = self._step(inputs)
+        finally:
+            graph.capture_end()
+        self._captured[len(inputs)] = CapturedStep(graph, inputs, sampled)
+
+    def replay(self, inputs: torch.Tensor) -> Sampled:
+        """Run the step on a copy of `inputs`. The result is overwritten by the bucket's next replay."""
+        captured = self._captured[len(inputs)]
+        captured.inputs.copy_(inputs, non_blocking=True)
+        captured.graph.replay()
+        return captured.sampled
