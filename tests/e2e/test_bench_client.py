@@ -242,7 +242,7 @@ Mean ITL (ms)|Median ITL (ms)|P90 ITL (ms)|P95 ITL (ms)|P99 ITL (ms)|Max ITL (ms
 """
 
 
-def test_table_has_sglangs_labels_in_order_and_stdout_has_nothing_else(
+def test_table_has_sglangs_labels_in_order_and_one_json_line_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(lambda path, body, nth: steady(3, 1)) as server:
@@ -252,7 +252,9 @@ def test_table_has_sglangs_labels_in_order_and_stdout_has_nothing_else(
     assert code == 0
     assert num_warmups == 3
     assert lines[0] == "============ Serving Benchmark Result ============"
-    assert lines[-1] == "=" * 50
+    assert lines[-2] == "=" * 50
+    figures = json.loads(lines.pop())
+    assert figures == {name: result[name] for name in figures} and figures["completed"] == 5
     rows = [line.split(":")[0] for line in lines if ":" in line]
     expected = [label for line in LABELS.strip().splitlines() for label in line.split("|")]
     assert rows[: len(expected)] == expected

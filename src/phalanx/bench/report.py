@@ -127,15 +127,20 @@ def default_file_name(args: argparse.Namespace) -> str:
     return f"{args.backend}_{today}_{args.num_prompts}_{data}.jsonl"
 
 
+def json_line(fields: dict[str, Any]) -> bytes:
+    """Encode one line of strict JSON, with its newline."""
+    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+
 def append_json_line(path: str, fields: dict[str, Any]) -> None:
-    """Append one line of strict JSON to `path`.
+    """Append `json_line(fields)` to `path`.
 
     Raises:
         BenchError: the file cannot be written.
     """
     try:
         with Path(path).open("ab") as file:
-            file.write(orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+            file.write(json_line(fields))
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}") from None
 

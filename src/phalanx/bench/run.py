@@ -23,6 +23,7 @@ from phalanx.bench.report import (
     default_file_name,
     detail_fields,
     format_table,
+    json_line,
     result_fields,
 )
 from phalanx.bench.target import Target, first_model, flush_cache, make_target, server_info, wait_until_ready
@@ -83,8 +84,11 @@ def _publish(
     info: dict[str, Any] | None,
 ) -> None:
     accept_length = _accept_length(info)
-    print(format_table(args, metrics, load, accept_length), flush=True)
+    print(format_table(args, metrics, load, accept_length))
     fields = result_fields(args, metrics, load, info, accept_length)
+    # Last on stdout, for scripts: the figures without the server's settings and the per-request details.
+    short = {name: value for name, value in fields.items() if name != "server_info"}
+    print(json_line(short).decode(), end="", flush=True)
     if args.output_details:
         fields |= detail_fields(outcomes, [request.prompt_len for request in requests], metrics)
     path = args.output_file or default_file_name(args)
