@@ -177,9 +177,12 @@ class Server:
 
 
 def build(
-    model: transformers.PreTrainedModel, rope: RopeConfig | None = None, dtype: torch.dtype = torch.float32
+    model: transformers.PreTrainedModel,
+    rope: RopeConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    fused: bool = False,
 ) -> Decoder:
-    decoder = Decoder(config_of(model, rope), dtype=dtype, device=CPU)
+    decoder = Decoder(config_of(model, rope), dtype=dtype, device=CPU, fused=fused)
     decoder.load_weights(iter(weights_of(model)))
     return decoder
 
@@ -214,13 +217,16 @@ CASES: dict[str, tuple[Callable[[], transformers.PreTrainedModel], RopeConfig | 
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "fused"), [(1, False), (16, False), (16, True)])
 @pytest.mark.parametrize("case", CASES)
-def test_serving_equals_transformers(case: str, page_size: int) -> None:
-    """Prefill, chunked prefill, decode and mixed steps, all against one full forward per row."""
+def test_serving_equals_transformers(case: str, page_size: int, fused: bool) -> None:
+    """Prefill, chunked prefill, decode and mixed steps, all against one full forward per row.
+
+    fused: the layers as CUDA runs them, through the kernels' torch backends.
+    """
     make, rope = CASES[case]
     model = perturb(make())
-    server = Server(build(model, rope), page_size=page_size)
+    server = Server(build(model, rope, fused=fused), page_size=page_size)
     texts = {row: prompt(length, row) for row, length in ((1, 40), (2, 17), (3, 50), (4, 3))}
     full = {row: wanted(model, tokens) for row, tokens in texts.items()}
 

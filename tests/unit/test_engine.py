@@ -21,11 +21,13 @@ from phalanx.config.groups import (
 from phalanx.core.errors import ConfigError, EngineError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepResult
+from phalanx.engine.buckets import bucket_of, decode_buckets, power_of_two_buckets
 from phalanx.engine.build import build_engine
 from phalanx.engine.engine import Engine
 from phalanx.engine.memory import count_pages
 from phalanx.engine.null import NullEngine
 from phalanx.engine.rows import grant_ring
+from phalanx.engine.upload import upload
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.dummy import BUILTIN_CONFIGS
@@ -371,10 +373,33 @@ def test_build_engine_runs_a_dummy_model() -> None:
         built.engine.close()
 
 
-def test_other_devices_are_refused() -> None:
-    engine = msgspec.structs.replace(settings(4).engine, device="cuda")
-    with pytest.raises(ConfigError, match="cuda"):
+@pytest.mark.parametrize("device", ["null", "tpu", "cuda"])
+def test_devices_that_are_not_there_are_refused(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    engine = msgspec.structs.replace(settings(4).engine, device=device)
+    with pytest.raises(ConfigError, match=device):
         build_engine(settings(4, engine=engine), progress=False)
+
+
+@pytest.mark.parametrize("max_rows", [1, 8, 9, 64, 65, 300, 4096, 5000, 8192])
+def test_buckets_hold_every_batch_and_waste_little(max_rows: int) -> None:
+    buckets = decode_buckets(max_rows)
+    assert buckets == sorted(set(buckets)) and buckets[-1] == -(-max_rows // 8) * 8
+    sizes = np.arange(1, max_rows + 1)
+    padded = np.array([bucket_of(n, buckets) for n in sizes.tolist()])
+    assert (padded >= sizes).all() and (padded % 8 == 0).all() and len(buckets) <= 60
+    waste = (padded - sizes)[sizes > 64] / sizes[sizes > 64]
+    assert not len(waste) or (waste.mean() < 0.08 and waste.max() < 0.5)
+    assert power_of_two_buckets(max_rows)[-1] >= max_rows
+
+
+def test_upload_keeps_values_and_dtypes() -> None:
+    arrays = {"a": i32([1, -2, 3]), "b": np.arange(5, dtype=np.int64)[::2], "c": i32([])}
+    arrays["a"].flags.writeable = False
+    sent = upload(arrays, CPU)
+    assert {name: t.tolist() for name, t in sent.items()} == {"a": [1, -2, 3], "b": [0, 2, 4], "c": []}
+    assert [sent[name].dtype for name in "abc"] == [torch.int32, torch.int64, torch.int32]
 
 
 def test_pool_sizing() -> None:

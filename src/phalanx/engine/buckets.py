@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-# (up to this many rows, in steps of). A step is at most an eighth of the rows beyond 64, so that batches of
-# any size waste 4% on average; below 64 a row more or less changes nothing in a step's time.
-_STEPS = ((64, 8), (256, 32), (1024, 64), (2048, 128), (4096, 256))
+# (up to this many rows, in steps of). Beyond 64 a batch of any size is padded by 5% on average; below, a row
+# more or less changes nothing in a step's time.
+_STEPS = ((64, 8), (192, 16), (512, 32), (1024, 64), (2048, 128), (4096, 256))
 _LAST_STEP = 512
 
 

@@ -1,0 +1,281 @@
+"""Measure the CUDA engine with dummy weights: offline throughput, steady decode and what fills a step.
+
+usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b:triton,...] [--repeats 3]
+
+A part is KIND:MODEL:BACKEND[:FLAG...]; KIND is `offline` (5000 prompts of 1-32 tokens in and 1-128 out through
+LLM.generate, ids in and ids out, then steady decode of the same engine) or `tests` (the GPU tests). FLAG is
+`eager` (no CUDA graphs), `serial` (no overlap) or `page1`. Each part is a process of its own; its numbers are
+appended to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PARTS = (
+    "tests",
+    "offline:qwen3-0.6b:triton",
+    "offline:qwen3-0.6b:flashinfer",
+    "offline:llama-3-8b:triton",
+    "offline:llama-3-8b:flashinfer",
+    "offline:qwen3-0.6b:triton:eager",
+)
+# Names of device kernels -> where their time belongs.
+GROUPS = (
+    ("gemm", ("gemm", "nvjet", "cutlass", "splitk", "cublas")),
+    ("attention", ("attend_", "merge_pieces", "BatchPrefill", "PagedKV")),
+    ("sampling", ("reduce_chunks", "choose_tokens")),
+    ("prep", ("prepare_lanes", "copy_rows", "scan_blocks", "Memcpy", "Memset", "index")),
+    ("elementwise", ("norm_rows", "rotate", "rope", "silu_mul")),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout-s", type=float, default=480)
+    parser.add_argument("--run-part", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    results = args.folder / "engine.jsonl"
+    if args.run_part:
+        record = offline(args.run_part, args.repeats)
+        with results.open("a") as file:
+            print(json.dumps(record), file=file)
+        return 0
+    failed = False
+    for part in args.parts.split(","):
+        if part in {record["part"] for record in read(results)}:
+            continue
+        start = time.perf_counter()
+        failed |= not run_part(part, args, results)
+        print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
+    print_table(read(results))
+    return int(failed)
+
+
+def run_part(part: str, args: argparse.Namespace, results: Path) -> bool:
+    if part == "tests":
+        command = ["-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "tests"]
+    else:
+        command = [__file__, str(args.folder), "--run-part", part, "--repeats", str(args.repeats)]
+    log = args.folder / f"{part.replace(':', '-')}.log"
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, timeout=args.timeout_s
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    last = log.read_text(errors="replace").strip().splitlines()[-12:]
+    print("\n".join(last), flush=True)
+    if part == "tests" and code == 0:
+        with results.open("a") as file:
+            print(json.dumps({"part": part, "summary": last[-1]}), file=file)
+    return code == 0
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def offline(part: str, repeats: int) -> dict[str, Any]:
+    from phalanx.microbench.offline import draw_workload, measure
+    from phalanx.runtime.llm import LLM
+
+    _, model, backend, *flags = part.split(":")
+    start = time.perf_counter()
+    llm = LLM(
+        model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        progress=False,
+        random_seed=0,
+        context_length=4096,
+        max_running_requests=4096,
+        attention_backend=backend,
+        page_size=1 if "page1" in flags else None,
+        disable_cuda_graph="eager" in flags,
+        disable_overlap_schedule="serial" in flags,
+    )
+    record: dict[str, Any] = {"part": part, "start_up_s": time.perf_counter() - start, **device_facts()}
+    record["phases_s"] = llm.info["startup_phases_s"]
+    record["pool_tokens"] = llm.info["max_total_num_tokens"]
+    prompts, lens = draw_workload(5000, 32, 128, 0.0, llm.settings.model.vocab_size, 42)
+    measure(llm, prompts[:200], [min(n, 8) for n in lens[:200]], progress=False)
+    times = [measure(llm, prompts, lens, progress=False) for _ in range(repeats)]
+    record["durations_s"] = times
+    record["req_per_s"] = [len(prompts) / t for t in times]
+    record["output_tok_per_s"] = sum(lens) / float(np.median(times))
+    record["steady"] = steady_decode(llm)
+    print(json.dumps(record, indent=1))
+    return record
+
+
+def device_facts() -> dict[str, str]:
+    import torch
+    import triton
+
+    return {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def steady_decode(llm: Any, num_requests: int = 4096, first: int = 64, last: int = 160) -> dict[str, Any]:
+    """4096 requests of 32 tokens in, 256 out: steps `first` .. `last` - 1 after the last prompt, untraced and
+    then a few of them traced."""
+    from phalanx.core.sampling_params import SamplingParams
+
+    rng = np.random.default_rng(1)
+    vocab = llm.settings.model.vocab_size
+    params = SamplingParams(max_new_tokens=256, temperature=0.0, ignore_eos=True)
+    worker = llm._worker
+    for i in range(num_requests):
+        ids = rng.integers(0, vocab, 32).astype(np.int32)
+        for request in llm._settler.settle(range(i, i + 1), ids, params, None):
+            worker.add(request)
+    while worker.scheduler.num_queued or worker.scheduler._partial is not None:
+        worker.step()
+    for _ in range(first):
+        worker.step()
+    host = HostTimes(worker)
+    start = time.perf_counter()
+    for _ in range(last - first):
+        worker.step()
+    step_ms = (time.perf_counter() - start) / (last - first) * 1e3
+    host.stop()
+    traced = trace(worker, num_steps=16)
+    while worker.busy:
+        worker.step()
+    return {"step_ms": step_ms, **host.summary(), **traced}
+
+
+class HostTimes:
+    """Host time of planning, launching and applying, taken around the worker's own calls."""
+
+    def __init__(self, worker: Any) -> None:
+        self._undo: list[tuple[Any, str]] = []
+        self._seconds: dict[str, list[float]] = {}
+        for owner, name in (
+            (worker.scheduler, "plan"),
+            (worker._engine, "launch"),
+            (worker.scheduler, "apply"),
+        ):
+            self._wrap(owner, name)
+
+    def _wrap(self, owner: Any, name: str) -> None:
+        real, seconds = getattr(owner, name), self._seconds.setdefault(name, [])
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return real(*args)
+            finally:
+                seconds.append(time.perf_counter() - start)
+
+        setattr(owner, name, timed)
+        self._undo.append((owner, name))
+
+    def stop(self) -> None:
+        for owner, name in self._undo:
+            delattr(owner, name)
+
+    def summary(self) -> dict[str, float]:
+        return {f"host_{name}_ms": float(np.median(s)) * 1e3 for name, s in self._seconds.items()}
+
+
+def trace(worker: Any, num_steps: int) -> dict[str, Any]:
+    """Device time of a step by group, and how long the device has nothing to do.
+
+    idle_between: from the last kernel of a step to the first of the next, as a share of the step.
+    idle: all time in which nothing runs, gaps between the kernels of one step included.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(num_steps):
+            worker.step()
+        worker._engine.close()  # waits; the engine goes on working afterwards
+    events = sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+        for e in prof.profiler.kineto_results.events()
+        if e.device_type().name == "CUDA" and "Synchronize" not in e.name()
+    )
+    starts = [i for i, event in enumerate(events) if "prepare_lanes" in event[2]]
+    steps = list(
+        zip(starts[1:-1], starts[2:], strict=True)
+    )  # whole steps: the copies before belong to the last
+    if not steps:
+        return {"trace": "no whole step in the trace"}
+    begin, end = starts[1], starts[-1]
+    inside = events[begin:end]
+    span = events[end][0] - events[begin][0]
+    between = sum(gap_before(events, i) for i in starts[2:])
+    by_group: Counter[str] = Counter()
+    by_name: Counter[str] = Counter()
+    for first, last, name in inside:
+        by_group[group_of(name)] += last - first
+        by_name[name[:70]] += last - first
+    return {
+        "traced_step_ms": span / len(steps) / 1e6,
+        "idle_between": between / span,
+        "idle": 1 - busy(inside) / span,
+        "groups_ms": {name: ns / len(steps) / 1e6 for name, ns in by_group.most_common()},
+        "kernels_ms": {name: ns / len(steps) / 1e6 for name, ns in by_name.most_common(14)},
+    }
+
+
+def gap_before(events: list[tuple[int, int, str]], index: int) -> int:
+    """Idle nanoseconds between the last compute kernel before this one and it; copies count as idle."""
+    previous = index - 1
+    while "Memcpy" in events[previous][2] or "Memset" in events[previous][2]:
+        previous -= 1
+    return max(0, events[index][0] - events[previous][1])
+
+
+def busy(events: list[tuple[int, int, str]]) -> int:
+    """Nanoseconds in which at least one of them runs."""
+    total, reached = 0, 0
+    for first, last, _ in events:
+        total += max(0, last - max(first, reached))
+        reached = max(reached, last)
+    return total
+
+
+def group_of(name: str) -> str:
+    return next((group for group, words in GROUPS if any(word in name for word in words)), "other")
+
+
+def print_table(records: list[dict[str, Any]]) -> None:
+    print(f"{'part':<38} {'req/s (median)':>14} {'range':>16} {'step ms':>8} {'idle':>7} {'start s':>8}")
+    for record in records:
+        if "req_per_s" not in record:
+            print(f"{record['part']:<38} {record.get('summary', '')}")
+            continue
+        rates, steady = sorted(record["req_per_s"]), record["steady"]
+        idle = f"{steady['idle_between']:7.2%}" if "idle_between" in steady else "-"
+        print(
+            f"{record['part']:<38} {np.median(rates):14.1f} {rates[0]:7.1f}-{rates[-1]:<8.1f} "
+            f"{steady['step_ms']:8.2f} {idle:>7} {record['start_up_s']:8.1f}"
+        )
+        if "groups_ms" in steady:
+            print("    ms of a step: " + ", ".join(f"{k} {v:.2f}" for k, v in steady["groups_ms"].items()))
+        print("    host ms: " + ", ".join(f"{k} {v:.2f}" for k, v in steady.items() if k.startswith("host_")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
