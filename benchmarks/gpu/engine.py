@@ -2,10 +2,9 @@
 
 usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b:triton,...] [--repeats 3]
 
-A part is KIND:MODEL:BACKEND[:FLAG...]; KIND is `offline` (5000 prompts of 1-32 tokens in and 1-128 out through
-LLM.generate, ids in and ids out, then steady decode of the same engine) or `tests` (the GPU tests). FLAG is
-`eager` (no CUDA graphs), `serial` (no overlap) or `page1`. Each part is a process of its own; its numbers are
-appended to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
+A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128
+out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no CUDA
+graphs), `serial` (no overlap) or `page1`. Each part is a process of its own; its numbers are appended to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations
@@ -135,14 +134,17 @@ def device_facts() -> dict[str, str]:
     }
 
 
-def steady_decode(llm: Any, num_requests: int = 4096, first: int = 64, last: int = 160) -> dict[str, Any]:
-    """4096 requests of 32 tokens in, 256 out: steps `first` .. `last` - 1 after the last prompt, untraced and
-    then a few of them traced."""
+def steady_decode(llm: Any, num_requests: int = 4096, first: int = 48, last: int = 112) -> dict[str, Any]:
+    """Requests of 32 tokens in, all decoding: steps `first` .. `last` - 1 after the last prompt, then 16 traced.
+
+    They ask for 256 tokens, or for what the pool holds of all of them at once.
+    """
     from phalanx.core.sampling_params import SamplingParams
 
     rng = np.random.default_rng(1)
     vocab = llm.settings.model.vocab_size
-    params = SamplingParams(max_new_tokens=256, temperature=0.0, ignore_eos=True)
+    output_len = min(256, llm.info["max_total_num_tokens"] // num_requests - 48)
+    params = SamplingParams(max_new_tokens=output_len, temperature=0.0, ignore_eos=True)
     worker = llm._worker
     for i in range(num_requests):
         ids = rng.integers(0, vocab, 32).astype(np.int32)
@@ -161,7 +163,7 @@ def steady_decode(llm: Any, num_requests: int = 4096, first: int = 64, last: int
     traced = trace(worker, num_steps=16)
     while worker.busy:
         worker.step()
-    return {"step_ms": step_ms, **host.summary(), **traced}
+    return {"output_len": output_len, "step_ms": step_ms, **host.summary(), **traced}
 
 
 class HostTimes:
@@ -216,10 +218,8 @@ def trace(worker: Any, num_steps: int) -> dict[str, Any]:
         if e.device_type().name == "CUDA" and "Synchronize" not in e.name()
     )
     starts = [i for i, event in enumerate(events) if "prepare_lanes" in event[2]]
-    steps = list(
-        zip(starts[1:-1], starts[2:], strict=True)
-    )  # whole steps: the copies before belong to the last
-    if not steps:
+    num_whole = len(starts) - 2  # the first and the last may be cut
+    if num_whole < 1:
         return {"trace": "no whole step in the trace"}
     begin, end = starts[1], starts[-1]
     inside = events[begin:end]
@@ -231,11 +231,11 @@ def trace(worker: Any, num_steps: int) -> dict[str, Any]:
         by_group[group_of(name)] += last - first
         by_name[name[:70]] += last - first
     return {
-        "traced_step_ms": span / len(steps) / 1e6,
+        "traced_step_ms": span / num_whole / 1e6,
         "idle_between": between / span,
         "idle": 1 - busy(inside) / span,
-        "groups_ms": {name: ns / len(steps) / 1e6 for name, ns in by_group.most_common()},
-        "kernels_ms": {name: ns / len(steps) / 1e6 for name, ns in by_name.most_common(14)},
+        "groups_ms": {name: ns / num_whole / 1e6 for name, ns in by_group.most_common()},
+        "kernels_ms": {name: ns / num_whole / 1e6 for name, ns in by_name.most_common(14)},
     }
 
 

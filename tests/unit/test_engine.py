@@ -390,7 +390,7 @@ def test_buckets_hold_every_batch_and_waste_little(max_rows: int) -> None:
     padded = np.array([bucket_of(n, buckets) for n in sizes.tolist()])
     assert (padded >= sizes).all() and (padded % 8 == 0).all() and len(buckets) <= 60
     waste = (padded - sizes)[sizes > 64] / sizes[sizes > 64]
-    assert not len(waste) or (waste.mean() < 0.08 and waste.max() < 0.5)
+    assert max_rows < 128 or (waste.mean() < 0.08 and waste.max() < 0.25)
     assert power_of_two_buckets(max_rows)[-1] >= max_rows
 
 
