@@ -4,7 +4,8 @@ usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b
 
 A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128
 out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no CUDA
-graphs), `serial` (no overlap) or `page1`. Each part is a process of its own; its numbers are appended to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
+graphs), `serial` (no overlap) or `page1`. Each part is a process of its own; its numbers are appended to
+OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def device_facts() -> dict[str, str]:
 
 
 def steady_decode(llm: Any, num_requests: int = 4096, first: int = 48, last: int = 112) -> dict[str, Any]:
-    """Requests of 32 tokens in, all decoding: steps `first` .. `last` - 1 after the last prompt, then 16 traced.
+    """Requests of 32 tokens in, all decoding: steps `first` .. `last` - 1 after the last prompt, 16 traced.
 
     They ask for 256 tokens, or for what the pool holds of all of them at once.
     """
