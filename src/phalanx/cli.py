@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 
@@ -23,7 +22,7 @@ _COMMANDS = {
 
 def _usage() -> str:
     lines = [f"  {name:<10} {text}" for name, text in _COMMANDS.items()]
-    return "usage: phalanx COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n"
+    return "usage: phalanx [--version] COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n"
 
 
 def _bench(argv: list[str]) -> int:
@@ -37,10 +36,10 @@ def _bench(argv: list[str]) -> int:
 
 def _run(module: object, prog: str, argv: list[str]) -> int:
     """Run a module's add_arguments/run pair; a PhalanxError becomes one line and exit code 2."""
+    from phalanx.config.cli import OneLineParser
     from phalanx.core.errors import PhalanxError
 
-    parser = argparse.ArgumentParser(prog=prog, description=module.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog, module.__doc__)
     module.add_arguments(parser)  # type: ignore[attr-defined]
     args = parser.parse_args(argv)
     try:
@@ -48,6 +47,9 @@ def _run(module: object, prog: str, argv: list[str]) -> int:
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("phalanx: interrupted", file=sys.stderr)
+        return 130
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import shlex
 import signal
 import socket
@@ -16,7 +17,7 @@ import sys
 import time
 
 _READY_S = 120
-_QUESTION = "What is the phalanx formation? Answer in three sentences."
+_QUESTION = "Why is the sky blue? Answer in two sentences."
 
 
 def _say(text: str) -> None:
@@ -81,6 +82,7 @@ def _chat(port: int) -> None:
 
 def main() -> int:
     """Run the demo. Returns 0 if everything worked and no process is left behind."""
+    print("Phalanx demo: a model, a server, a question, a benchmark. Two to five minutes on two cores.")
     subprocess.run(_command("pull", "smollm2"), check=True)
     port = _free_port()
     server = subprocess.Popen(_command("serve", "--model", "smollm2", "--port", str(port)))
@@ -88,7 +90,7 @@ def main() -> int:
         _wait_until_ready(server, port)
         _chat(port)
         bench = "bench serving --backend sglang --tokenizer smollm2 --dataset-name random --num-prompts 200"
-        bench += f" --random-input-len 20 --random-output-len 128 --port {port}"
+        bench += f" --random-input-len 20 --random-output-len 128 --port {port} --output-file {os.devnull}"
         subprocess.run(_command(*bench.split()), check=True)
     finally:
         _say("stopping the server")
@@ -100,9 +102,14 @@ def main() -> int:
             code = server.wait()
     if code != 0:
         raise SystemExit(f"demo: the server ended with code {code}")
-    _say("done: the server has stopped")
+    _say("done: the server has stopped. Next: source .venv/bin/activate && phalanx serve --model smollm2")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("demo: interrupted")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"demo: {shlex.join(error.cmd)} ended with code {error.returncode}")

@@ -7,11 +7,39 @@ refused by `resolve` with a ConfigError. A flag that is not listed at all is ref
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import NoReturn
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch_native")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Refuses a bad command line in one line, with exit code 2, and shows defaults in its help."""
+
+    def __init__(self, prog: str, description: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit."""
+        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the description's lines, and adds each default that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, True, []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,14 +51,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         dest="model",
         required=True,
         metavar="MODEL",
-        help="smollm2, a folder, a .gguf file, a hub id, or a built-in shape for --load-format dummy",
+        help="smollm2, a folder, a .gguf file, a hub id, or with --load-format dummy a built-in shape: "
+        "llama-3-8b, llama-3.2-1b, qwen3-0.6b, tiny-llama",
     )
     group.add_argument(
         "--tokenizer-path", metavar="PATH", help="where the tokenizer lies, if not with the model"
     )
-    group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto")
+    group.add_argument(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default="auto",
+        help="how the weights are stored; dummy draws random ones",
+    )
     group.add_argument("--revision", help="hub revision (branch, tag or commit)")
-    group.add_argument("--dtype", choices=DTYPES, default="auto")
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="a Jinja file that replaces the model's chat template"
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations")
     group.add_argument("--context-length", type=int, help="prompt plus output of one request, in tokens")
     group.add_argument(
         "--trust-remote-code", action="store_true", help="accepted: no code of a checkpoint is ever run"
@@ -39,9 +76,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", help="auto: the compute dtype; others are refused")
 
     group = parser.add_argument_group("engine")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda", "null"), default="auto")
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda", "null"),
+        default="auto",
+        help="null emits tokens without a model",
+    )
     group.add_argument("--random-seed", type=int, help="seed of requests that bring none (default: drawn)")
-    group.add_argument("--attention-backend", choices=ATTENTION_BACKENDS, default="auto")
+    group.add_argument(
+        "--attention-backend", choices=ATTENTION_BACKENDS, default="auto", help="auto goes by the device"
+    )
     group.add_argument(
         "--cuda-graph-max-bs",
         type=int,
@@ -86,27 +130,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the HTTP side."""
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1")
-    group.add_argument("--port", type=int, default=30000)
-    group.add_argument("--api-key", help="demanded as a bearer token on every route but /health")
-    group.add_argument("--served-model-name", help="the name clients use (default: the model as typed)")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one")
     group.add_argument(
-        "--chat-template", metavar="FILE", help="a Jinja file that replaces the model's template"
+        "--api-key",
+        help="demanded as a bearer token on every route but /health; $PHALANX_API_KEY keeps it out of ps",
     )
+    group.add_argument("--served-model-name", help="the name clients use (default: the model as typed)")
     group.add_argument(
         "--skip-tokenizer-init", action="store_true", help="ids in, ids out: no tokenizer is loaded"
     )
     group.add_argument(
         "--incremental-streaming-output", action="store_true", help="/generate streams deltas, not the whole"
     )
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of the server's own log")
 
 
 def build_parser(prog: str = "phalanx serve") -> argparse.ArgumentParser:
     """The whole command line of the server."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Serve a model over HTTP (SGLang's and OpenAI's routes).", allow_abbrev=False
-    )
+    parser = OneLineParser(prog, "Serve a model over HTTP (SGLang's and OpenAI's routes).")
     add_model_arguments(parser)
     add_server_arguments(parser)
     return parser

@@ -282,7 +282,7 @@ def _cache(
 
 def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerConfig:
     if not hasattr(args, "host"):
-        return ServerConfig(host="", port=0, served_model_name=source.name)
+        return ServerConfig(host="", port=0, served_model_name=source.name, chat_template=args.chat_template)
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port must be in [0, 65535], got {args.port}")
     if args.api_key == "":

@@ -1,6 +1,7 @@
 """Throughput of `LLM.generate`: ids in, ids out, no HTTP and no tokenizer.
 
-Prompt and output lengths are uniform in 1..N as in the seed's workload; the last line is one JSON object.
+Prompt and output lengths are uniform in 1..N, as `bench serving` draws them.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from phalanx.core.sampling_params import SamplingParams
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `phalanx bench offline`."""
     add_model_arguments(parser)
-    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--num-prompts", type=int, default=256, help="requests, all handed over at once")
     parser.add_argument("--random-input-len", type=int, default=32, help="prompts of 1..this many tokens")
     parser.add_argument("--random-output-len", type=int, default=128, help="outputs of 1..this many tokens")
     parser.add_argument("--random-range-ratio", type=float, default=0.0, help="1.0: exactly the lengths")
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=int, default=42, help="of prompts and lengths")
     parser.add_argument("--repeats", type=int, default=1, help="runs; the median is reported")
 
 

@@ -27,6 +27,7 @@ from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.channels import EngineChannel
 from phalanx.runtime.process import die_with_parent, setup_logging, share_cores
+from phalanx.runtime.progress import ProgressLog
 from phalanx.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class EngineLoop:
         self._settings = settings
         self._info = {**info, "pid": os.getpid()}
         self._stop = threading.Event()
+        self._progress = ProgressLog()
         self._last_work = time.monotonic()
         self._collected = True
 
@@ -65,6 +67,8 @@ class EngineLoop:
                 for outputs in self._worker.step():
                     self._channel.send_outputs(outputs)
                 self._last_work, self._collected = time.monotonic(), False
+                if self._progress.due:
+                    self._progress.log(self._worker.stats())
             elif not self._collected and time.monotonic() - self._last_work > _COLLECT_AFTER_IDLE_S:
                 gc.collect()  # automatic collection is off: a full one takes 0.1 s and would stall a step
                 self._collected = True

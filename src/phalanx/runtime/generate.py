@@ -20,14 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `phalanx generate`."""
     add_model_arguments(parser)
     parser.add_argument("prompts", nargs="*", help="prompts")
-    parser.add_argument("--file", metavar="FILE", help="prompts, one a line; - is standard input")
+    parser.add_argument(
+        "--file", metavar="FILE", help="prompts, one a line (blank ones are left out); - is standard input"
+    )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user message")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=-1)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--top-k", type=int, default=-1, help="-1 is off")
     parser.add_argument("--stop", action="append", default=[], help="a stop string; may be given again")
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seed", type=int, help="makes sampled text repeatable")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
 
 
@@ -63,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
             reason = completion.finish_reason.kind
             print(json.dumps({"prompt": prompt, "text": completion.text, "finish_reason": reason}))
         else:
+            if len(prompts) > 1:
+                print(f"> {prompt}")
             print(completion.text)
     return 0
 

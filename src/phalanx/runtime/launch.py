@@ -26,7 +26,7 @@ import msgspec
 from phalanx.config.cli import build_parser
 from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError, PhalanxError
-from phalanx.runtime.models import settle_settings
+from phalanx.runtime.models import check_tokenizer, settle_settings
 from phalanx.runtime.process import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Launcher:
         self._settings = settings
         self._listener = listener
         self._run_dir = run_dir
-        self._stopping = False
+        self._num_signals = 0
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> int:
@@ -72,23 +72,30 @@ class Launcher:
         try:
             self._start()
             announced = False
-            while not self._stopping:
+            while not self._num_signals:
                 for name, child in self._children.items():
                     code = child.poll()
-                    if code is not None and not self._stopping:
-                        logger.error("%s ended with code %s; stopping the server", name, code)
-                        return code if code == 2 else 1
+                    if code is not None and not self._num_signals:
+                        return self._ended(name, code)
                 if not announced and self._is_ready():
                     announced = True
                     self._announce()
                 time.sleep(_POLL_S)
-            logger.info("stopping: requests have %.0f s to finish", _DRAIN_S)
+            logger.info("stopping: running requests have %.0f s; a second signal stops at once", _DRAIN_S)
             return 0
         finally:
             self._end_all()
+            logger.info("stopped")
+
+    def _ended(self, name: str, code: int) -> int:
+        """The exit code for a child that ended by itself; with 2 it has said why in one line."""
+        if code == 2:
+            return 2
+        logger.error("%s ended with code %s; stopping the server", name, code)
+        return 1
 
     def _on_signal(self, signum: int, frame: object) -> None:
-        self._stopping = True
+        self._num_signals += 1
 
     def _start(self) -> None:
         settings_file = self._run_dir / "settings.json"
@@ -104,7 +111,8 @@ class Launcher:
 
     def _spawn(self, name: str, module_args: list[str], fds: tuple[int, ...]) -> None:
         command = [sys.executable, "-m", *module_args]
-        self._children[name] = subprocess.Popen(command, pass_fds=fds)
+        # A process group of its own: Ctrl-C reaches the launcher alone, which then ends the others in order.
+        self._children[name] = subprocess.Popen(command, pass_fds=fds, process_group=0)
 
     def _is_ready(self) -> bool:
         host, port = self._listener.getsockname()[:2]
@@ -119,6 +127,7 @@ class Launcher:
         return False
 
     def _announce(self) -> None:
+        (self._run_dir / "settings.json").unlink()  # all have read it, and it holds the API key
         host, port = self._listener.getsockname()[:2]
         logger.info(
             "Phalanx is ready: http://%s:%d serves %s",
@@ -130,29 +139,35 @@ class Launcher:
     def _end_all(self) -> None:
         """API workers first (they drain their requests), then the engine; SIGKILL for what stays."""
         self._listener.close()
-        drain_s = _DRAIN_S if self._stopping and self._children["engine"].poll() is None else 0.0
+        engine = self._children.get("engine")
+        drains = bool(self._num_signals) and engine is not None and engine.poll() is None
         workers = [child for name, child in self._children.items() if name != "engine"]
-        _terminate(workers, drain_s + _KILL_S)
-        _terminate(list(self._children.values()), _KILL_S)
+        self._terminate(workers, (_DRAIN_S if drains else 0.0) + _KILL_S)
+        self._terminate(list(self._children.values()), _KILL_S)
 
-
-def _terminate(children: list[subprocess.Popen[bytes]], wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
-    for child in children:
-        if child.poll() is None:
-            child.terminate()
-    for child in children:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    def _terminate(self, children: list[subprocess.Popen[bytes]], wait_s: float) -> None:
+        """SIGTERM, then SIGKILL for what has not ended after `wait_s`, or at once on a second signal."""
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+        deadline = time.monotonic() + wait_s
+        while any(child.poll() is None for child in children):
+            if time.monotonic() > deadline or self._num_signals > 1:
+                for child in children:
+                    child.kill()
+            time.sleep(_POLL_S / 4)
 
 
 def main(argv: list[str] | None = None, prog: str = "phalanx serve") -> int:
     """Parse the command line and serve. Exit code 2 with one line for what cannot be done."""
     args = build_parser(prog).parse_args(argv)
-    return serve(args)
+    if args.api_key is None:
+        args.api_key = os.environ.get("PHALANX_API_KEY")
+    try:
+        return serve(args)
+    except KeyboardInterrupt:  # before the launcher took over the signal
+        print("phalanx: interrupted", file=sys.stderr)
+        return 130
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -161,6 +176,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         listener = bind(args.host, args.port)
         settings = settle_settings(args)
+        check_tokenizer(settings)
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
         return 2

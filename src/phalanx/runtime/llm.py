@@ -69,7 +69,11 @@ class LLM:
         self._detokenizer: Detokenizer | None = None
         if not skip_tokenizer_init:
             source, vocab_size = self.settings.source, self.settings.model.vocab_size
-            self.tokenizer = load_tokenizer(source.tokenizer_path, vocab_size=vocab_size)
+            self.tokenizer = load_tokenizer(
+                source.tokenizer_path,
+                vocab_size=vocab_size,
+                chat_template=self.settings.server.chat_template,
+            )
             self._detokenizer = Detokenizer(self.tokenizer)
         share_cores()
         self._worker, self.info = build_worker(self.settings, progress=progress)

@@ -9,6 +9,7 @@ from phalanx.config.hardware import detect
 from phalanx.config.resolve import resolve
 from phalanx.models.configs import load_model_config
 from phalanx.models.source import resolve_source
+from phalanx.text.tokenizer import load_tokenizer
 
 
 def settle_settings(args: argparse.Namespace) -> Settings:
@@ -24,3 +25,17 @@ def settle_settings(args: argparse.Namespace) -> Settings:
         revision=args.revision,
     )
     return resolve(args, detect(), source, load_model_config(source))
+
+
+def check_tokenizer(settings: Settings) -> None:
+    """Load the tokenizer once before any process is started, so that a missing one is refused at once.
+
+    Raises:
+        ConfigError, ModelError: there is none, or the chat template is unusable.
+    """
+    if not settings.server.skip_tokenizer_init:
+        load_tokenizer(
+            settings.source.tokenizer_path,
+            vocab_size=settings.model.vocab_size,
+            chat_template=settings.server.chat_template,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from phalanx.core.errors import EngineError
 from phalanx.core.request import EngineRequest
@@ -79,14 +79,16 @@ class Worker:
         return self.scheduler.pending_outputs()
 
     def _read_oldest(self) -> StepOutputs:
-        plan, handle = self._in_flight.popleft()
+        plan, handle = self._in_flight[0]
         try:
-            result = handle.result()
+            result = handle.result()  # an interrupt here leaves the step in flight: a later call reads it
         except EngineError as error:
+            self._in_flight.popleft()
             logger.exception("step %d failed; its requests end with an error", plan.step_id)
             return self.scheduler.fail(plan, str(error))
+        self._in_flight.popleft()
         return self.scheduler.apply(plan, result)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, int]:
         """Counters of scheduler and loop, for `/server_info` and `/metrics`."""
         return {**self.scheduler.stats(), "num_steps": self.num_steps}
