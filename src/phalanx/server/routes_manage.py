@@ -89,6 +89,7 @@ async def _generate_one_token(worker: ApiWorker) -> None:
 def _add_facts(router: APIRouter, worker: ApiWorker) -> None:
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
+        worker.engine.require_alive()  # clients take the list as a sign that they may begin
         return {"object": "list", "data": [model_card(worker)]}
 
     @router.get("/v1/models/{model:path}")
