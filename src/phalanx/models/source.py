@@ -79,6 +79,8 @@ def _find(
         return "gguf", str(_gguf_file(path))
     if is_local:
         raise ModelError(f"no file or folder {path}")
+    if load_format == "dummy" and "/" not in model:
+        raise ModelError(f"{model} is no built-in shape; known: {', '.join(sorted(BUILTIN_CONFIGS))}")
     patterns = _CONFIG_FILES + _TOKENIZER_FILES + ([] if load_format == "dummy" else _WEIGHT_FILES)
     return _find_in_folder(_from_hub(model, patterns, revision, cache_dir), load_format)
 
