@@ -41,7 +41,11 @@ class DecodeConfig:
 
 
 # (head_dim, query heads per KV head, page_size) -> what measured best. Others take `default_config`.
-TUNED: dict[tuple[int, int, int], DecodeConfig] = {}
+TUNED: dict[tuple[int, int, int], DecodeConfig] = {
+    (128, group, page_size): DecodeConfig(tokens=16, num_warps=1, num_stages=3)
+    for group in (2, 4)
+    for page_size in (1, 16)
+}
 
 
 def default_config(head_dim: int, group: int, page_size: int, num_kv_heads: int) -> DecodeConfig:
