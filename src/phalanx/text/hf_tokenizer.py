@@ -32,7 +32,10 @@ def hf_tokenizer(folder: Path) -> TokenizerParts:
             name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).is_file()
         ]
         hint = f" (its {others[0]} alone is not supported)" if others else ""
-        raise ModelError(f"{folder}: no tokenizer.json{hint}; give --tokenizer-path, or serve ids alone (--skip-tokenizer-init)")
+        raise ModelError(
+            f"{folder}: no tokenizer.json{hint}; give --tokenizer-path, or serve ids alone "
+            "(--skip-tokenizer-init)"
+        )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
