@@ -125,6 +125,11 @@ def test_bad_prompts_run_nothing(llm: LLM) -> None:
     for prompts in ([], "", [[]], ["fine", ""], [[10**9]], [[1] * 5000], [1.5]):
         with pytest.raises(RequestError):
             run(llm, prompts, GREEDY)
+    for params in ({"temperature": 0}, "hot", [GREEDY, None], [GREEDY] * 3):
+        with pytest.raises(RequestError):
+            run(llm, PROMPTS[:2], params)
+    with pytest.raises(RequestError):
+        run(llm, PROMPTS[:2], GREEDY, logprobs=5)
     assert len(tokens(run(llm, PROMPTS[:1], GREEDY))[0]) == 24
 
 

@@ -85,6 +85,11 @@ def test_bad_prompts(ids: Any) -> None:
         {"frequency_penalty": 3},
         {"presence_penalty": -3},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-39},
+        {"top_k": 2**31},
+        {"temperature": 10**400},
+        {"stop": ("x" * 4097,)},
+        {"stop": ("x",) * 65},
         {"min_new_tokens": 5, "max_new_tokens": 4},
         {"n": 0},
         {"stop": ("",)},
@@ -101,6 +106,24 @@ def test_bad_parameters_name_the_field(params: dict[str, Any]) -> None:
         one([1], **params)
     assert error.value.param in params
     assert error.value.param in error.value.message
+
+
+def test_what_people_naturally_pass() -> None:
+    params = SamplingParams(
+        stop="Xa",
+        stop_token_ids=[5, np.int64(7)],
+        logit_bias=None,
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        sampling_seed=np.int64(3),
+    )
+    assert params.stop == ("Xa",) and params.stop_token_ids == (5, 7) and params.logit_bias == {}
+    assert type(params.n) is int and params.temperature == 0.5
+    assert SamplingParams(stop=["a", "b"], logit_bias={np.int64(1): np.float32(2)}).logit_bias == {1: 2.0}
+    params.check(100)
+    for bad in ({"stop": {"a": 1}}, {"logit_bias": [1]}, {"stop_token_ids": 1.5}):
+        with pytest.raises(RequestError):
+            SamplingParams(**bad)
 
 
 def test_ignore_eos_keeps_the_users_stop_tokens() -> None:

@@ -102,8 +102,8 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
         raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}")
     threads = args.num_threads or hardware.num_cpus
     seed = args.random_seed
-    if seed is not None and seed < 0:
-        raise ConfigError(f"--random-seed must not be negative, got {seed}")
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ConfigError(f"--random-seed must be in [0, 2**63), got {seed}")
     if seed is None:
         seed = secrets.randbits(31)
         log(f"random_seed = {seed} (drawn)")
@@ -111,6 +111,7 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
         device=device,
         dtype=dtype,
         attention_backend=backend,
+        kv_indices_backend=_kv_indices_backend(args, backend, log),
         overlap=not args.disable_overlap_schedule,
         cuda_graph=False,
         random_seed=seed,
@@ -172,6 +173,21 @@ def _attention_backend(
                 f"{', '.join(map(str, _FLASHINFER_HEAD_DIMS))} are"
             )
     return backend
+
+
+def _kv_indices_backend(args: argparse.Namespace, attention: str, log: _Log) -> str | None:
+    wanted: str | None = args.kv_indices_backend
+    if attention != "flashinfer":
+        if wanted is not None:
+            raise ConfigError(
+                f"--kv-indices-backend {wanted} goes with --attention-backend flashinfer: "
+                f"{attention} reads the request table itself"
+            )
+        return None
+    if wanted is None:
+        wanted = "fused"
+        log("kv_indices_backend = fused (one launch with the rest of a step's preparation)")
+    return wanted
 
 
 def _cuda_graphs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,6 +13,10 @@ from phalanx.core.errors import RequestError
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in SGLang
 MAX_STOP_TOKEN_IDS = 16  # device columns per row, the model's own end tokens included
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096  # of all stop strings of a request: matching them costs memory per character
+MIN_REPETITION_PENALTY = 1e-6  # a logit divided by less may not be finite in fp32
+_MAX_INT32 = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         frequency_penalty: subtracted from a logit once per earlier *output* occurrence, in [-2, 2].
         presence_penalty: subtracted once if the token occurred in the *output*, in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in prompt or
-            output, in (0, 2].
+            output, in [1e-6, 2].
         min_new_tokens: the end tokens cannot be chosen before this many output tokens.
         stop: strings that end the text; the match itself is cut off unless no_stop_trim.
         stop_token_ids: more token ids that end the request.
@@ -60,6 +65,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     sampling_seed: int | None = None
 
+    def __post_init__(self) -> None:
+        """Take what people naturally pass: one stop string, lists, NumPy scalars, None for nothing."""
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if type(value) is not tuple:
+                msgspec.structs.force_setattr(self, name, _as_tuple(name, value))
+        if type(self.logit_bias) is not dict:
+            msgspec.structs.force_setattr(self, "logit_bias", _as_dict("logit_bias", self.logit_bias))
+        for name in _SCALARS:
+            value = getattr(self, name)
+            if hasattr(value, "dtype") and hasattr(value, "item"):
+                msgspec.structs.force_setattr(self, name, value.item())
+
     @property
     def is_greedy(self) -> bool:
         """Whether the row takes the argmax."""
@@ -73,15 +91,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise _bad("top_p", "must be in (0, 1], got 0")
-        _integer("top_k", self.top_k, -1, None)
+        _integer("top_k", self.top_k, -1, _MAX_INT32)
         if self.top_k == 0:
             raise _bad("top_k", "must be -1 (off) or at least 1, got 0")
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 2.0)
-        if self.repetition_penalty == 0:
-            raise _bad("repetition_penalty", "must be in (0, 2], got 0")
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
         _integer("min_new_tokens", self.min_new_tokens, 0, None)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise _bad(
@@ -92,6 +108,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise _bad("stop", "must be non-empty strings")
+        if len(self.stop) > MAX_STOP_STRINGS or sum(map(len, self.stop)) > MAX_STOP_CHARS:
+            raise _bad(
+                "stop", f"may hold at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters in all"
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
             raise _bad("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS // 2} ids")
         for token in self.stop_token_ids:
@@ -103,12 +123,57 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _number("logit_bias", bias, -100.0, 100.0)
 
 
+_SCALARS = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_new_tokens",
+    "n",
+    "sampling_seed",
+)
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy scalar as Python's; anything else as it is."""
+    return value.item() if hasattr(value, "dtype") and hasattr(value, "item") else value
+
+
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | int):
+        return (value,)
+    if isinstance(value, Iterable) and not isinstance(value, dict | bytes):
+        return tuple(_plain(item) for item in value)
+    raise _bad(name, f"must be a list, got {value!r}")
+
+
+def _as_dict(name: str, value: Any) -> dict[Any, Any]:
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    raise _bad(name, f"must map token ids to numbers, got {value!r}")
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
+
+
 def _bad(name: str, what: str) -> RequestError:
     return RequestError(f"{name} {what}", param=name, code="invalid_value")
 
 
 def _number(name: str, value: Any, low: float, high: float | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise _bad(name, f"must be a finite number, got {value!r}")
     if value < low or (high is not None and value > high):
         span = f"at least {low:g}" if high is None else f"in [{low:g}, {high:g}]"

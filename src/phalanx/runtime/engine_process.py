@@ -128,11 +128,11 @@ def main(argv: list[str] | None = None) -> int:
     settings = msgspec.json.decode(args.settings.read_bytes(), type=Settings)
     setup_logging(settings.server.log_level, "engine")
     try:
+        channel = EngineChannel(str(args.ipc_dir), settings.server.api_workers)
         worker, info = build_worker(settings, progress=sys.stderr.isatty())
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
         return 2
-    channel = EngineChannel(str(args.ipc_dir), settings.server.api_workers)
     loop = EngineLoop(worker, channel, settings, info)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the launcher decides

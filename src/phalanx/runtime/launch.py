@@ -43,6 +43,8 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be had (in use, no permission, unknown host).
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be in [0, 65535], got {port}")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)

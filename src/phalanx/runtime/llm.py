@@ -108,6 +108,8 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been run then.
         """
+        if logprobs is not None and not isinstance(logprobs, LogprobParams):
+            raise RequestError("logprobs must be LogprobParams", param="logprobs")
         texts, ids = self._tokenize(_as_list(prompts))
         samplings = _per_prompt(params, len(ids))
         if self._detokenizer is None and any(s.stop for s in samplings):
@@ -197,6 +199,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError("params must be SamplingParams, one or a list of them", param="params")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling params were given for {count} prompts", param="params")
     return list(params)
