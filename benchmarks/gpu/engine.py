@@ -4,7 +4,8 @@ usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b
 
 A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128
 out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no CUDA
-graphs), `serial` (no overlap) or `page1`. Each part is a process of its own; its numbers are appended to
+graphs), `serial` (no overlap), `page1`, `mixed` (also trace steps in which some 64 requests arrive and end) or
+naive, torch, triton: who builds FlashInfer's page lists. Each part is a process of its own; its numbers are appended to
 OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
 """
 
@@ -108,6 +109,7 @@ def offline(part: str, repeats: int) -> dict[str, Any]:
         page_size=1 if "page1" in flags else None,
         disable_cuda_graph="eager" in flags,
         disable_overlap_schedule="serial" in flags,
+        kv_indices_backend=next((name for name in ("naive", "torch", "triton") if name in flags), None),
     )
     record: dict[str, Any] = {"part": part, "start_up_s": time.perf_counter() - start, **device_facts()}
     record["phases_s"] = llm.info["startup_phases_s"]
@@ -119,6 +121,8 @@ def offline(part: str, repeats: int) -> dict[str, Any]:
     record["req_per_s"] = [len(prompts) / t for t in times]
     record["output_tok_per_s"] = sum(lens) / float(np.median(times))
     record["steady"] = steady_decode(llm)
+    if "mixed" in flags:
+        record["mixed"] = mixed_steps(llm)
     print(json.dumps(record, indent=1))
     return record
 
@@ -165,6 +169,35 @@ def steady_decode(llm: Any, num_requests: int = 4096, first: int = 48, last: int
     while worker.busy:
         worker.step()
     return {"output_len": output_len, "step_ms": step_ms, **host.summary(), **traced}
+
+
+def mixed_steps(llm: Any, num_requests: int = 12000, first: int = 100, last: int = 130) -> dict[str, Any]:
+    """The offline workload with more requests: all rows decode, and as many prompts enter as outputs end."""
+    from phalanx.core.sampling_params import SamplingParams
+    from phalanx.microbench.offline import draw_workload
+
+    prompts, lens = draw_workload(num_requests, 32, 128, 0.0, llm.settings.model.vocab_size, 7)
+    worker = llm._worker
+    for i, (ids, n) in enumerate(zip(prompts, lens, strict=True)):
+        params = SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True)
+        for request in llm._settler.settle(range(i, i + 1), ids, params, None):
+            worker.add(request)
+    for _ in range(first):
+        worker.step()
+    host = HostTimes(worker)
+    before = worker.scheduler.num_queued
+    start = time.perf_counter()
+    for _ in range(last - first):
+        worker.step()
+    step_ms = (time.perf_counter() - start) / (last - first) * 1e3
+    arrivals = (before - worker.scheduler.num_queued) / (last - first)
+    host.stop()
+    traced = trace(worker, num_steps=16)
+    worker.abort(range(num_requests))
+    worker.pending_outputs()
+    while worker.busy:
+        worker.step()
+    return {"arrivals_per_step": arrivals, "step_ms": step_ms, **host.summary(), **traced}
 
 
 class HostTimes:
@@ -275,7 +308,10 @@ def print_table(records: list[dict[str, Any]]) -> None:
         )
         if "groups_ms" in steady:
             print("    ms of a step: " + ", ".join(f"{k} {v:.2f}" for k, v in steady["groups_ms"].items()))
-        print("    host ms: " + ", ".join(f"{k} {v:.2f}" for k, v in steady.items() if k.startswith("host_")))
+        for name in ("steady", "mixed"):
+            times = {k: v for k, v in record.get(name, {}).items() if isinstance(v, float)}
+            if times:
+                print(f"    {name}: " + ", ".join(f"{k} {v:.4g}" for k, v in times.items()))
 
 
 if __name__ == "__main__":

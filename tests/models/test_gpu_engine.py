@@ -61,7 +61,10 @@ def settings(
     rows: int = 20,
     page_size: int = 4,
     chunk: int = 48,
+    indices: str | None = None,
 ) -> Settings:
+    if backend == "flashinfer" and indices is None:
+        indices = "fused"
     return Settings(
         source=ModelSource(name="tiny", load_format="dummy", path="tiny", tokenizer_path="dummy"),
         model=config,
@@ -76,6 +79,7 @@ def settings(
             overlap=True,
             cuda_graph=graph,
             cuda_graph_max_bs=rows if graph else 0,
+            kv_indices_backend=indices,
             random_seed=0,
         ),
         server=ServerConfig(host="", port=0, served_model_name="tiny"),
@@ -206,6 +210,27 @@ def test_flashinfer_agrees_with_triton(models, page_size: int) -> None:
         rig = Rig(settings(CONFIG, backend=backend, page_size=page_size), models["bfloat16"], 400)
         found.append(serve(rig, PROMPTS, 1)[1])
     assert (found[0] - found[1]).norm() / found[0].norm() < 2e-2
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("graph", [True, False])
+def test_all_kv_indices_backends_give_the_same_bits(models, page_size: int, graph: bool) -> None:
+    """B03: long rows in a small bucket, and canary words behind the list."""
+    found = []
+    for indices in ("fused", "naive", "torch", "triton"):
+        chosen = settings(
+            CONFIG, backend="flashinfer", page_size=page_size, graph=graph, indices=indices, rows=5
+        )
+        rig = Rig(chosen, models["bfloat16"], num_pages=400)
+        flat = rig.engine._batches._kv_indices
+        used = sum(-(-(len(prompt) + 20) // page_size) for prompt in PROMPTS) + 8
+        flat[used:] = -77
+        found.append(serve(rig, PROMPTS, 20))
+        assert (flat[used:] == -77).all()
+    for tokens, logits in found[1:]:
+        assert tokens.tolist() == found[0][0].tolist()
+        assert torch.equal(logits, found[0][1])
 
 
 def test_graph_equals_eager_bit_for_bit(models) -> None:

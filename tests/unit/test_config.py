@@ -98,6 +98,10 @@ def test_attention_backends_on_a_gpu() -> None:
     assert (
         settle("--model m --attention-backend flashinfer", wide, GPU).engine.attention_backend == "flashinfer"
     )
+    assert settle("--model m", wide, GPU).engine.kv_indices_backend is None
+    for flags, found in (("", "fused"), ("--kv-indices-backend naive", "naive")):
+        flags = f"--model m --attention-backend flashinfer {flags}"
+        assert settle(flags, wide, GPU).engine.kv_indices_backend == found
     bare = msgspec.structs.replace(GPU, has_flashinfer=False)
     for flags, model, hardware, word in (
         ("flashinfer", wide, bare, "flashinfer-python"),
@@ -107,6 +111,7 @@ def test_attention_backends_on_a_gpu() -> None:
         ("auto --disable-cuda-graph --cuda-graph-max-bs 8", wide, GPU, "--cuda-graph-max-bs 8"),
         ("auto --cuda-graph-max-bs 8193 --max-running-requests 8500", wide, GPU, "8193"),
         ("auto --cuda-graph-max-bs 0", wide, GPU, "--cuda-graph-max-bs"),
+        ("triton --kv-indices-backend naive", wide, GPU, "--kv-indices-backend naive"),
     ):
         with pytest.raises(ConfigError, match=word):
             settle(f"--model m --attention-backend {flags}", model, hardware)

@@ -13,6 +13,7 @@ from typing import NoReturn
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch_native")
+KV_INDICES_BACKENDS = ("naive", "torch", "triton", "fused")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -85,6 +86,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random-seed", type=int, help="seed of requests that bring none (default: drawn)")
     group.add_argument(
         "--attention-backend", choices=ATTENTION_BACKENDS, default="auto", help="auto goes by the device"
+    )
+    group.add_argument(
+        "--kv-indices-backend",
+        choices=KV_INDICES_BACKENDS,
+        help="who builds the page lists of --attention-backend flashinfer each step (default: fused)",
     )
     group.add_argument(
         "--cuda-graph-max-bs",

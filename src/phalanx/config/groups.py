@@ -127,6 +127,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: "cpu", "cuda" or "null" (emits tokens without a model, for benchmarks).
     dtype: compute dtype. overlap: launch step i+1 before step i is read.
     attention_backend: "torch_native", "triton" or "flashinfer".
+    kv_indices_backend: who builds the page lists that flashinfer reads, "fused", "triton", "torch" or "naive";
+    None where attention needs no lists.
     cuda_graph: decode steps of up to cuda_graph_max_bs rows replay a captured graph; 0 where there are none.
     """
 
@@ -138,6 +140,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     random_seed: int
     num_threads: int | None = None
     cuda_graph_max_bs: int = 0
+    kv_indices_backend: str | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from phalanx.core.step import Int32, Int64, LogprobPlan, PrefillChunks, StepPlan
 from phalanx.engine.buckets import bucket_of
 from phalanx.engine.rows import DeviceRows
 from phalanx.engine.upload import upload
-from phalanx.kernels import StepPrepBuffers, step_prep
+from phalanx.kernels import StepPrepBuffers, create_kv_indices, step_prep
 from phalanx.sampling.rows import SamplingRows
 
 _HEADER = 4  # entries before the lanes, so that they lie at a multiple of 16 bytes
@@ -59,7 +59,8 @@ class BatchBuilder:
         num_pages, page_size: of the KV pool.
         buckets: sizes of decode batches, ascending; the largest holds all rows.
         pad_decode: the model runs over whole buckets; else over the live lanes alone.
-        with_indices: fill kv_indices, for attention that reads them.
+        indices: who fills kv_indices for attention that reads them: "fused" (`step_prep` itself) or a backend of
+            `create_kv_indices`, of which "naive" and "torch" read lengths on the host. None: nobody.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class BatchBuilder:
         page_size: int,
         buckets: list[int],
         pad_decode: bool = False,
-        with_indices: bool = False,
+        indices: str | None = None,
     ) -> None:
         self._rows = rows
         self._sampling = sampling
@@ -79,9 +80,10 @@ class BatchBuilder:
         self._page_size = page_size
         self._buckets = buckets
         self._pad_decode = pad_decode
+        self._indices = indices
         # No page is in two rows, but for page 0 of the padding lanes; all buckets share the room.
         self._kv_indices = None
-        if with_indices:
+        if indices is not None:
             self._kv_indices = torch.zeros(num_pages + buckets[-1], dtype=torch.int32, device=rows.device)
         self._buffers: dict[int, StepPrepBuffers] = {}
 
@@ -91,26 +93,30 @@ class BatchBuilder:
         Raises EngineError, before anything is written, for rows, pages, slots or positions out of range.
         """
         self._check(plan)
-        tokens = PromptTokens.of(plan.prefill)
-        num_lanes = self._num_lanes(len(plan.decode_rows))
+        sent = self.copy(plan)
+        self._sampling.enter(plan.entering)
+        if len(plan.grants.rows):
+            self._rows.grant(sent.arrays)
+        if plan.prefill.count:
+            self._rows.store_prompt(sent.arrays)
+            tokens = PromptTokens.of(plan.prefill)
+            self._sampling.record_prompt(tokens.rows, tokens.positions, plan.prefill.input_ids)
+        return sent
+
+    def copy(self, plan: StepPlan) -> SentPlan:
+        """Copy a plan's arrays to the device and change nothing there."""
         arrays = {
             "sample_rows": plan.sample_rows.astype(np.int64),
             "num_generated": plan.num_generated,
-            "logits_index": _logits_index(plan, num_lanes),
+            "logits_index": _logits_index(plan, self._num_lanes(len(plan.decode_rows))),
         }
         if len(plan.decode_rows):
             arrays["decode"] = self._lanes(plan.decode_rows)
         if len(plan.grants.rows):
             arrays |= self._rows.grant_arrays(plan.grants)
         if plan.prefill.count:
-            arrays |= _prefill_arrays(plan.prefill, tokens)
+            arrays |= _prefill_arrays(plan.prefill)
         sent = upload(arrays, self._rows.device)
-        self._sampling.enter(plan.entering)
-        if len(plan.grants.rows):
-            self._rows.grant(sent)
-        if plan.prefill.count:
-            self._rows.store_prompt(sent)
-            self._sampling.record_prompt(tokens.rows, tokens.positions, plan.prefill.input_ids)
         return SentPlan(sent.pop("decode", None), sent)
 
     def batch(self, plan: StepPlan, sent: SentPlan) -> ForwardBatch:
@@ -123,7 +129,8 @@ class BatchBuilder:
         num_decode = self._num_lanes(len(plan.decode_rows))
         decode = None
         if sent.decode is not None:
-            decode, buffers = self._decode(sent.decode, num_decode)
+            buffers = self.advance(sent.decode)
+            decode = self._decode_part(buffers, num_decode)
             ids.append(self._rows.last_tokens[decode.rows].long())
             positions.append(buffers.positions[:num_decode])
             slots.append(buffers.slot_mapping[:num_decode])
@@ -142,38 +149,28 @@ class BatchBuilder:
             prefill=_prefill_part(plan.prefill, sent.arrays),
         )
 
-    def decode_batch(self, inputs: torch.Tensor) -> ForwardBatch:
-        """Advance the decode rows: a step of nothing else, over a whole bucket. Reads nothing on the host.
-
-        inputs: [4 + bucket] int32, as `SentPlan.decode`.
-        """
-        num_lanes = len(inputs) - _HEADER
-        decode, buffers = self._decode(inputs, num_lanes)
+    def decode_batch(self, bucket: int) -> ForwardBatch:
+        """A step of nothing but decode rows, over the whole bucket that `advance` has filled."""
+        buffers = self._buffers[bucket]
         return ForwardBatch(
             input_ids=self._rows.last_tokens.index_select(0, buffers.rows),
             positions=buffers.positions,
             slot_mapping=buffers.slot_mapping,
             req_to_token=self._rows.req_to_token,
             logits_index=None,
-            num_decode=num_lanes,
-            decode=decode,
+            num_decode=bucket,
+            decode=self._decode_part(buffers, bucket),
             prefill=None,
         )
 
-    def _lanes(self, rows: Int32) -> Int32:
-        lanes = np.zeros(_HEADER + bucket_of(len(rows), self._buckets), np.int32)
-        lanes[0] = len(rows)
-        lanes[_HEADER : _HEADER + len(rows)] = rows
-        return lanes
+    def advance(self, inputs: torch.Tensor) -> StepPrepBuffers:
+        """Advance the decode rows and fill the buffers of their bucket.
 
-    def _num_lanes(self, num_rows: int) -> int:
-        return bucket_of(num_rows, self._buckets) if self._pad_decode and num_rows else num_rows
-
-    def _decode(self, inputs: torch.Tensor, num_lanes: int) -> tuple[DecodePart, StepPrepBuffers]:
+        inputs: [4 + bucket] int32, as `SentPlan.decode`. Reads nothing on the host, but for `indices`.
+        """
         bucket = len(inputs) - _HEADER
         if bucket not in self._buffers:
-            buffers = StepPrepBuffers.allocate(bucket, None, self._rows.device)
-            self._buffers[bucket] = replace(buffers, kv_indices=self._kv_indices)
+            self._buffers[bucket] = self._allocate(bucket)
         buffers = self._buffers[bucket]
         step_prep(
             inputs[_HEADER:],
@@ -184,14 +181,40 @@ class BatchBuilder:
             buffers,
             page_size=self._page_size,
         )
-        part = DecodePart(
+        if self._indices not in (None, "fused"):
+            create_kv_indices(
+                self._rows.req_to_token,
+                buffers.rows,
+                buffers.seq_lens,
+                buffers.kv_indptr,
+                None,
+                self._kv_indices,
+                page_size=self._page_size,
+                backend=self._indices,
+            )
+        return buffers
+
+    def _allocate(self, bucket: int) -> StepPrepBuffers:
+        buffers = StepPrepBuffers.allocate(bucket, None, self._rows.device)
+        return replace(buffers, kv_indices=self._kv_indices) if self._indices == "fused" else buffers
+
+    def _decode_part(self, buffers: StepPrepBuffers, num_lanes: int) -> DecodePart:
+        return DecodePart(
             rows=buffers.rows[:num_lanes],
             seq_lens=buffers.seq_lens[:num_lanes],
             kv_indptr=buffers.kv_indptr[: num_lanes + 1],
-            kv_indices=buffers.kv_indices,
+            kv_indices=self._kv_indices,
             last_page_len=buffers.last_page_len[:num_lanes],
         )
-        return part, buffers
+
+    def _lanes(self, rows: Int32) -> Int32:
+        lanes = np.zeros(_HEADER + bucket_of(len(rows), self._buckets), np.int32)
+        lanes[0] = len(rows)
+        lanes[_HEADER : _HEADER + len(rows)] = rows
+        return lanes
+
+    def _num_lanes(self, num_rows: int) -> int:
+        return bucket_of(num_rows, self._buckets) if self._pad_decode and num_rows else num_rows
 
     def _check(self, plan: StepPlan) -> None:
         """A wrong index would overwrite a neighbour on the CPU and kill the process on CUDA."""
@@ -232,7 +255,8 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _prefill_arrays(prefill: PrefillChunks, tokens: PromptTokens) -> dict[str, Int32 | Int64]:
+def _prefill_arrays(prefill: PrefillChunks) -> dict[str, Int32 | Int64]:
+    tokens = PromptTokens.of(prefill)
     indptr = np.zeros(prefill.count + 1, np.int32)
     np.cumsum(prefill.lens, out=indptr[1:])
     return {

@@ -21,6 +21,7 @@ from phalanx.engine.engine import Model
 from phalanx.engine.graphs import DecodeGraphs
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
+from phalanx.engine.warm_up import padding_chunk
 from phalanx.kernels import sample
 from phalanx.kvcache.pool import KVPool
 from phalanx.sampling.logprobs import position_logprobs, prompt_logprobs
@@ -28,6 +29,7 @@ from phalanx.sampling.rows import EAGER, SamplingRows
 from phalanx.sampling.sampler import Sampler
 from phalanx.sampling.tensors import to_device
 
+_CHUNK_LENGTHS = (1, 16, 64)  # prompts that run every variant of the prefill kernel once
 _EAGER_LINES = 512  # logits that the eager sampler copies at a time
 
 
@@ -66,13 +68,17 @@ class CudaEngine:
             page_size=pool.page_size,
             buckets=self._buckets,
             pad_decode=True,
-            with_indices=settings.engine.attention_backend == "flashinfer",
+            indices=settings.engine.kv_indices_backend,
         )
         # One for all steps and graphs: at 4096 rows of 150,000 logits it takes over a gigabyte.
         self._logits = torch.empty(self._buckets[-1], vocab_size, dtype=pool.k[0].dtype, device=device)
         self._stream = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device, priority=-1)  # log-probabilities: off the way of steps
-        self._graphs = DecodeGraphs(self._decode, self._stream)
+        self._graphs = DecodeGraphs(
+            self._batches.advance,
+            self._compute,
+            prepare_inside=settings.engine.kv_indices_backend in (None, "fused"),
+        )
         torch.cuda.synchronize(device)  # what was made on other streams is complete
 
     def warm_up(self, *, progress: bool) -> None:
@@ -80,12 +86,16 @@ class CudaEngine:
 
         progress: draw a bar on standard error.
         """
+        title = "capturing decode steps" if self._max_graph_rows else "warming up"
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for bucket in _with_bar(self._buckets[::-1], "capturing decode steps", progress):
+            for bucket in _with_bar(self._buckets[::-1], title, progress):
                 inputs = torch.zeros(4 + bucket, dtype=torch.int32, device=self._device)
                 self._decode(inputs)
                 if bucket <= self._largest_graph:
-                    self._graphs.capture(inputs)
+                    self._graphs.capture(inputs, bucket)
+            for length in _CHUNK_LENGTHS:
+                plan = padding_chunk(min(length, self._rows.max_context))
+                self._mixed(plan, self._batches.copy(plan))
         torch.cuda.synchronize(self._device)
 
     def launch(self, plan: StepPlan) -> CudaHandle | FailedHandle:
@@ -123,8 +133,12 @@ class CudaEngine:
         return CudaHandle(plan, sampled, self._logprob_reader(plan, sampled))
 
     def _decode(self, inputs: torch.Tensor) -> Sampled:
-        """A step of one bucket of decode rows, in device work alone. inputs: see `SentPlan.decode`."""
-        batch = self._batches.decode_batch(inputs)
+        """A step of one bucket of decode rows. inputs: see `SentPlan.decode`."""
+        return self._compute(self._batches.advance(inputs).bucket)
+
+    def _compute(self, bucket: int) -> Sampled:
+        """Run the model over the decode rows that were advanced last, in device work alone."""
+        batch = self._batches.decode_batch(bucket)
         assert batch.decode is not None
         hidden = self._model.forward(batch, self._pool, self._attn)
         sampled = Sampled.empty(self._model.logits(hidden, self._logits[: batch.num_decode]))
