@@ -4,14 +4,15 @@ usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b
 
 A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128
 out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no CUDA
-graphs), `serial` (no overlap), `page1`, `mixed` (also trace steps in which some 64 requests arrive and end) or
-naive, torch, triton: who builds FlashInfer's page lists. Each part is a process of its own; its numbers are appended to
-OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
+graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end), or naive,
+torch or triton (who builds FlashInfer's page lists). Each part is a process of its own; its numbers are appended
+to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def offline(part: str, repeats: int) -> dict[str, Any]:
     record["durations_s"] = times
     record["req_per_s"] = [len(prompts) / t for t in times]
     record["output_tok_per_s"] = sum(lens) / float(np.median(times))
+    gc.disable()  # as LLM.generate does
     record["steady"] = steady_decode(llm)
     if "mixed" in flags:
         record["mixed"] = mixed_steps(llm)
@@ -166,6 +168,8 @@ def steady_decode(llm: Any, num_requests: int = 4096, first: int = 48, last: int
     step_ms = (time.perf_counter() - start) / (last - first) * 1e3
     host.stop()
     traced = trace(worker, num_steps=16)
+    worker.abort(range(num_requests))
+    worker.pending_outputs()
     while worker.busy:
         worker.step()
     return {"output_len": output_len, "step_ms": step_ms, **host.summary(), **traced}

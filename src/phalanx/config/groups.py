@@ -127,7 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: "cpu", "cuda" or "null" (emits tokens without a model, for benchmarks).
     dtype: compute dtype. overlap: launch step i+1 before step i is read.
     attention_backend: "torch_native", "triton" or "flashinfer".
-    kv_indices_backend: who builds the page lists that flashinfer reads, "fused", "triton", "torch" or "naive";
+    kv_indices_backend: builds the page lists that flashinfer reads: "fused", "triton", "torch" or "naive";
     None where attention needs no lists.
     cuda_graph: decode steps of up to cuda_graph_max_bs rows replay a captured graph; 0 where there are none.
     """

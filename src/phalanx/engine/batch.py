@@ -59,7 +59,7 @@ class BatchBuilder:
         num_pages, page_size: of the KV pool.
         buckets: sizes of decode batches, ascending; the largest holds all rows.
         pad_decode: the model runs over whole buckets; else over the live lanes alone.
-        indices: who fills kv_indices for attention that reads them: "fused" (`step_prep` itself) or a backend of
+        indices: who fills kv_indices for attention that reads them: "fused" (`step_prep`) or a backend of
             `create_kv_indices`, of which "naive" and "torch" read lengths on the host. None: nobody.
     """
 
