@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.bench.args import add_arguments, check_arguments
+from phalanx.bench.args import add_arguments
+from phalanx.bench.arrivals import Pace, draw_arrivals
 from phalanx.bench.backends import BACKENDS, RequestOptions, build_body
 from phalanx.bench.datasets import BenchRequest, draw_lengths, load_requests, request_source
 from phalanx.bench.errors import BenchError
 from phalanx.bench.report import default_file_name
+from phalanx.bench.settle import check_arguments
 from phalanx.bench.target import make_target
-from phalanx.bench.worker import poisson_arrivals
 
 
 class Letters:
@@ -231,13 +232,13 @@ def test_arrivals_go_on_from_the_datasets_generator() -> None:
     for high, low in ((33, 1), (17, 1), (100, 0)):
         np.random.randint(low, high, size=6)
     gaps = [np.random.exponential(1 / 4.0) for _ in range(5)]
-    assert poisson_arrivals(6, 4.0, rng).tolist() == pytest.approx([0.0, *np.cumsum(gaps)])
+    assert draw_arrivals(6, Pace(4.0), rng).tolist() == pytest.approx([0.0, *np.cumsum(gaps)])
 
 
 def test_rate_inf_is_all_at_once_and_the_mean_rate_is_right() -> None:
-    assert poisson_arrivals(4, math.inf, np.random.RandomState(0)).tolist() == [0.0] * 4
-    assert poisson_arrivals(0, 1.0, np.random.RandomState(0)).tolist() == []
-    arrivals = poisson_arrivals(20001, 50.0, np.random.RandomState(1))
+    assert draw_arrivals(4, Pace(math.inf), np.random.RandomState(0)).tolist() == [0.0] * 4
+    assert draw_arrivals(0, Pace(1.0), np.random.RandomState(0)).tolist() == []
+    arrivals = draw_arrivals(20001, Pace(50.0), np.random.RandomState(1))
     assert arrivals[-1] / 20000 == pytest.approx(0.02, rel=0.03)
 
 
@@ -251,6 +252,8 @@ def options(**changes: Any) -> RequestOptions:
         "ignore_eos": True,
         "temperature": 0.0,
         "top_p": 1.0,
+        "sampling": {},
+        "native_fields": {},
     }
     return RequestOptions(**{**base, "extra_body": {}, **changes})
 
@@ -344,7 +347,8 @@ def test_contradictions_are_refused_with_exit_code_2(argv: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--profile",),
+        ("--client-processes", "0"),
+        ("--ramp-up-strategy", "square"),
         ("--lora-name", "x"),
         ("--gsp-num-turns", "2"),
         ("--backend", "trt"),

@@ -27,7 +27,8 @@ class Backend:
         default_port: port when neither --port nor --base-url is given.
         flush_path: route that empties the prefix cache, or None.
         extensions: whether the server knows fields beyond OpenAI's own (ignore_eos).
-        has_server_info: whether GET /server_info is worth asking.
+        has_server_info: whether GET /server_info is worth asking, and /start_profile takes a body (SGLang).
+        can_profile: whether there are routes /start_profile and /stop_profile.
     """
 
     flavor: Flavor
@@ -36,6 +37,7 @@ class Backend:
     flush_path: str | None
     extensions: bool = True
     has_server_info: bool = False
+    can_profile: bool = True
 
     @property
     def accepts_token_ids(self) -> bool:
@@ -58,7 +60,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "vllm": Backend(Flavor.COMPLETIONS, "/v1/completions", 8000, "/reset_prefix_cache"),
     "vllm-chat": Backend(Flavor.CHAT, "/v1/chat/completions", 8000, "/reset_prefix_cache"),
-    "openai": Backend(Flavor.COMPLETIONS, "/v1/completions", 8000, None, extensions=False),
+    "openai": Backend(Flavor.COMPLETIONS, "/v1/completions", 8000, None, extensions=False, can_profile=False),
 }
 
 
@@ -71,6 +73,8 @@ class RequestOptions:
         stream: ask for server-sent events.
         ignore_eos: generate exactly the asked number of tokens (servers with extensions only).
         temperature, top_p: sampling; top_p is sent only when below 1.
+        sampling: further sampling fields by their names, which the native and the OpenAI routes share.
+        native_fields: further fields of a native body (log-probabilities).
         extra_body: merged over the body; objects inside (sampling_params, stream_options) merge one level
             deep.
     """
@@ -80,6 +84,8 @@ class RequestOptions:
     ignore_eos: bool
     temperature: float
     top_p: float
+    sampling: dict[str, Any]
+    native_fields: dict[str, Any]
     extra_body: dict[str, Any]
 
 
@@ -115,8 +121,14 @@ def _native_body(options: RequestOptions, prompt: str | list[int], num_output_to
     }
     if options.top_p < 1.0:
         sampling["top_p"] = options.top_p
+    sampling |= options.sampling
     key = "text" if isinstance(prompt, str) else "input_ids"
-    return {key: prompt, "sampling_params": sampling, "stream": options.stream}
+    return {
+        key: prompt,
+        "sampling_params": sampling,
+        "stream": options.stream,
+        **options.native_fields,
+    }
 
 
 def _openai_body(
@@ -132,6 +144,7 @@ def _openai_body(
     body["stream"] = options.stream
     if options.top_p < 1.0:
         body["top_p"] = options.top_p
+    body |= options.sampling
     if backend.extensions:
         body["ignore_eos"] = options.ignore_eos
     if options.stream:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
+from phalanx.bench.distribution import Distribution
 from phalanx.bench.errors import BenchError
-from phalanx.bench.metrics import Distribution, Metrics
+from phalanx.bench.metrics import Metrics
 
 # Percentiles of equal values may differ by rounding in the last place; a millionth of a ms is no disorder.
 _TOLERANCE_MS = 1e-6
@@ -21,7 +22,7 @@ def check_possible(metrics: Metrics) -> None:
     Raises:
         BenchError: naming the figures.
     """
-    for name in ("e2e", "ttft", "tpot", "itl", "schedule_delay", "slot_wait"):
+    for name in ("e2e", "ttft", "tpot", "itl", "schedule_delay", "slot_wait", "in_flight", "output_rate"):
         _check_order(name, getattr(metrics, name))
     p99_ttft, longest = metrics.ttft.p99, metrics.e2e.max
     if p99_ttft is not None and (longest is None or p99_ttft > longest + _TOLERANCE_MS):

@@ -6,6 +6,7 @@ Lengths and their order of drawing are SGLang's, so that the same seed gives the
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,12 +98,22 @@ def draw_lengths(rng: np.random.RandomState, longest: int, ratio: float, num: in
     return rng.randint(max(int(longest * ratio), 1), longest + 1, size=num)
 
 
+def draw_lengths_vllm(rng: np.random.RandomState, middle: int, ratio: float, num: int) -> np.ndarray:
+    """Draw [num] int64 lengths >= 1, uniform in [floor(middle * (1 - ratio)), ceil(middle * (1 + ratio))].
+
+    Source: vLLM's `--random-range-ratio`. The bounds are its own, the generator is not.
+    """
+    low, high = math.floor(middle * (1 - ratio)), math.ceil(middle * (1 + ratio))
+    return rng.randint(max(low, 1), high + 1, size=num)
+
+
 def _random_requests(
     args: argparse.Namespace, tokenizer: TokenizerLike, rng: np.random.RandomState, shuffler: random.Random
 ) -> list[BenchRequest]:
     num, ratio = args.num_prompts, args.random_range_ratio
-    asked = draw_lengths(rng, args.random_input_len, ratio, num)
-    outputs = draw_lengths(rng, args.random_output_len, ratio, num)
+    draw = draw_lengths_vllm if args.vllm_random_range else draw_lengths
+    asked = draw(rng, args.random_input_len, ratio, num)
+    outputs = draw(rng, args.random_output_len, ratio, num)
     as_ids = bool(args.tokenize_prompt)
     lengths = asked if as_ids else np.maximum(asked - _num_special(tokenizer), 1)
     if args.dataset_name == "random-ids":

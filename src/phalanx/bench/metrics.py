@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from phalanx.bench.distribution import Distribution
 from phalanx.bench.parse import CountSource, Outcome
+from phalanx.bench.steady import SteadyWindow, find_steady_window
+from phalanx.bench.timeline import Timeline, make_timeline
 
-_PERCENTILES = (50, 90, 95, 99)
+_QUANTILES = np.linspace(0, 100, 101)
 
 
 class TokenCounter(Protocol):
@@ -19,31 +22,6 @@ class TokenCounter(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Summary of one latency, in ms. `count` values; every figure is None when there are none."""
-
-    count: int
-    mean: float | None = None
-    std: float | None = None
-    min: float | None = None
-    p50: float | None = None
-    p90: float | None = None
-    p95: float | None = None
-    p99: float | None = None
-    max: float | None = None
-
-    @classmethod
-    def of_seconds(cls, values: np.ndarray) -> Distribution:
-        """Summarise [count] float64 seconds."""
-        if not len(values):
-            return cls(0)
-        ms = np.asarray(values, np.float64) * 1e3
-        p50, p90, p95, p99 = np.percentile(ms, _PERCENTILES).tolist()
-        least, most = float(ms.min()), float(ms.max())
-        return cls(len(ms), float(ms.mean()), float(ms.std()), least, p50, p90, p95, p99, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +36,12 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """All figures of one run. Token and request totals are over successful requests only."""
+    """All figures of one run. Token and request totals are over successful requests only.
+
+    Latencies are in ms. `in_flight` summarises the number of requests in flight at 2000 evenly spaced
+    instants, `output_rate` the output tokens of each full second of the run (of the whole run, if that is
+    shorter). `quantiles_ms` holds 101 values per latency, from the minimum to the maximum.
+    """
 
     num_sent: int
     num_completed: int
@@ -83,6 +66,12 @@ class Metrics:
     itl: Distribution
     schedule_delay: Distribution
     slot_wait: Distribution
+    in_flight: Distribution
+    output_rate: Distribution
+    timeline: Timeline
+    steady: SteadyWindow | None
+    steady_reason: str
+    quantiles_ms: dict[str, list[float]]
     goodput: Goodput | None = None
     output_lens: list[int] = field(default_factory=list)
     itls: list[list[float]] = field(default_factory=list)
@@ -123,6 +112,9 @@ def compute_metrics(
     duration_s: float,
     tokenizer: TokenCounter,
     goodput_slos_ms: dict[str, float] | None = None,
+    *,
+    began: float | None = None,
+    ramped_rate: bool = False,
 ) -> Metrics:
     """Compute every figure. Failed requests count in `failures` and nowhere else.
 
@@ -133,6 +125,8 @@ def compute_metrics(
         tokenizer: counts the tokens of returned text (`total_output_retokenized`, and the output length where
             the server does not give it).
         goodput_slos_ms: targets by name (ttft, tpot, e2el), or None.
+        began: `time.perf_counter` start of the run; None for the first request's start.
+        ramped_rate: the request rate rose over the whole run.
     """
     good = [outcome for outcome in outcomes if outcome.success]
     rows = np.asarray([outcome.index for outcome in good], np.int64)
@@ -149,6 +143,12 @@ def compute_metrics(
     tpot[several] = (e2e - ttft)[several] / (lens[several] - 1)
     starts = np.asarray([outcome.start for outcome in good], np.float64)
     delays = (asked.sent - asked.due)[~np.isnan(asked.sent)]
+    all_itls = np.concatenate([np.empty(0), *itls])
+    if began is None:
+        began = min((outcome.start for outcome in outcomes), default=0.0)
+    timeline = make_timeline(outcomes, *_token_times(good, token_events, lens), began, duration_s)
+    peak_in_flight = _peak_in_flight(outcomes)
+    steady, steady_reason = find_steady_window(timeline, ramped_rate=ramped_rate)
     return Metrics(
         num_sent=len(outcomes),
         num_completed=len(good),
@@ -167,16 +167,22 @@ def compute_metrics(
         count_sources={source.value: sources.count(source) for source in CountSource},
         num_retokenized_itl=sum(outcome.event_tokens is None for outcome in good),
         total_cached=_sum_if_all(o.num_cached_tokens for o in good),
-        peak_output_tokens_per_s=_peak_tokens(good, token_events, starts),
+        peak_output_tokens_per_s=_peak_tokens(timeline),
         peak_concurrent_requests=_peak_touched(starts, e2e),
-        peak_in_flight=_peak_in_flight(outcomes),
+        peak_in_flight=peak_in_flight,
         concurrency=float(e2e.sum()) / duration_s if duration_s > 0 else 0.0,
         e2e=Distribution.of_seconds(e2e),
         ttft=Distribution.of_seconds(ttft[~np.isnan(ttft)]),
         tpot=Distribution.of_seconds(tpot[~np.isnan(tpot)]),
-        itl=Distribution.of_seconds(np.concatenate([np.empty(0), *itls])),
+        itl=Distribution.of_seconds(all_itls),
         schedule_delay=Distribution.of_seconds(delays),
         slot_wait=Distribution.of_seconds(asked.slot_waits),
+        in_flight=_in_flight(timeline, peak_in_flight),
+        output_rate=_output_rate(timeline),
+        timeline=timeline,
+        steady=steady,
+        steady_reason=steady_reason,
+        quantiles_ms=_quantiles({"e2e_latency": e2e, "ttft": ttft, "tpot": tpot, "itl": all_itls}),
         goodput=_goodput(e2e, ttft, tpot, lens, len(outcomes), duration_s, goodput_slos_ms or {}),
         output_lens=_by_request(len(outcomes), rows, lens.tolist(), 0),
         itls=_by_request(len(outcomes), rows, [values.tolist() for values in itls], []),
@@ -207,18 +213,58 @@ def _itl(times: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.repeat(np.diff(times) / tokens[1:], tokens[1:])
 
 
-def _peak_tokens(good: list[Outcome], token_events: list[np.ndarray], starts: np.ndarray) -> float:
-    """Most tokens in a 1 s bucket counted from the first start; a chunk's tokens lie evenly in its gap."""
-    spread = []
-    for outcome, tokens in zip(good, token_events, strict=True):
-        times = outcome.event_times
-        if len(times):
-            spread.append(np.full(tokens[0], times[0]))
-            spread.append(times[0] + np.cumsum(_itl(times, tokens)))
-    if not spread:
-        return 0.0
-    buckets = np.floor(np.concatenate(spread) - starts.min()).astype(np.int64)
-    return float(np.bincount(np.maximum(buckets, 0)).max())
+def _token_times(
+    good: list[Outcome], token_events: list[np.ndarray], lens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when output tokens came and how many each time.
+
+    A chunk's tokens lie evenly in the gap before it; those of a first chunk, or of a whole answer, come at
+    once.
+    """
+    times, counts = [np.empty(0)], [np.empty(0)]
+    for outcome, tokens, length in zip(good, token_events, lens.tolist(), strict=True):
+        events = outcome.event_times
+        if len(events):
+            spread = events[0] + np.cumsum(_itl(events, tokens))
+            times += [events[:1], spread]
+            counts += [tokens[:1], np.ones(len(spread))]
+        else:
+            times.append(np.asarray([outcome.end]))
+            counts.append(np.asarray([length]))
+    return np.concatenate(times), np.concatenate(counts)
+
+
+def _peak_tokens(timeline: Timeline) -> float:
+    """Most tokens in a 1 s bucket."""
+    return float(timeline.tokens_per_second().max())
+
+
+def _output_rate(timeline: Timeline) -> Distribution:
+    """Output tokens/s over the full seconds of the run: its last, cut one would pull the figures down."""
+    full = int(timeline.duration_s)
+    if full:
+        return Distribution.of(timeline.tokens_per_second()[:full])
+    total = float(timeline.token_counts.sum())
+    return (
+        Distribution.of(np.asarray([total / timeline.duration_s]))
+        if timeline.duration_s > 0
+        else Distribution(0)
+    )
+
+
+def _in_flight(timeline: Timeline, peak: int) -> Distribution:
+    """Requests in flight over time; their maximum is exact, the other figures are sampled."""
+    sampled = Distribution.of(timeline.sampled_in_flight())
+    return replace(sampled, max=float(peak)) if sampled.count else sampled
+
+
+def _quantiles(seconds: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """Return 101 quantiles of each, in ms; none where nothing was measured."""
+    measured = {name: values[~np.isnan(values)] for name, values in seconds.items()}
+    return {
+        name: np.percentile(values * 1e3, _QUANTILES).round(4).tolist() if len(values) else []
+        for name, values in measured.items()
+    }
 
 
 def _peak_touched(starts: np.ndarray, e2e: np.ndarray) -> int:

@@ -1,58 +1,26 @@
-"""The printed table, in SGLang's layout, and the JSON line."""
+"""The JSON line of a run: SGLang's field names first, then ours."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 
+from phalanx.bench.client_load import ClientLoad
 from phalanx.bench.errors import BenchError
-from phalanx.bench.metrics import Distribution, Metrics
+from phalanx.bench.metrics import Metrics
 from phalanx.bench.parse import Outcome
-from phalanx.bench.worker import LoadResult
-
-_WIDTH = 50
-_MAX_CAUSES = 10
-
-
-def format_table(
-    args: argparse.Namespace, metrics: Metrics, load: LoadResult, accept_length: float | None
-) -> str:
-    """Return the result as SGLang's client prints it, then what that leaves out (failures, delays, sources).
-
-    A figure that was not measured prints as n/a.
-    """
-    lines = [_rule(" Serving Benchmark Result ", "=")]
-    lines += _summary_lines(args, metrics, accept_length)
-    lines += _goodput_lines(metrics)
-    sections = (
-        ("End-to-End Latency", "E2E Latency", metrics.e2e),
-        ("Time to First Token", "TTFT", metrics.ttft),
-        ("Time per Output Token (excl. 1st token)", "TPOT", metrics.tpot),
-        ("Inter-Token Latency", "ITL", metrics.itl),
-    )
-    for title, name, distribution in sections:
-        lines.append(_rule(title, "-"))
-        lines += _latency_lines(name, distribution)
-    lines.append(_row("Max ITL (ms):", metrics.itl.max))
-    if args.cache_report:
-        lines += _cache_lines(metrics)
-    lines += _delivery_lines(args, metrics, load)
-    lines += _failure_lines(metrics)
-    lines.append("=" * _WIDTH)
-    return "\n".join(lines)
 
 
 def result_fields(
     args: argparse.Namespace,
     metrics: Metrics,
-    load: LoadResult,
+    client: ClientLoad,
     server_info: dict[str, Any] | None,
     accept_length: float | None,
 ) -> dict[str, Any]:
@@ -88,6 +56,7 @@ def result_fields(
         ("itl", metrics.itl),
     ):
         figures = {"mean": d.mean, "median": d.p50, "std": d.std, "p90": d.p90, "p95": d.p95, "p99": d.p99}
+        figures |= {"min": d.min, "max": d.max}
         fields |= {f"{figure}_{name}_ms": value for figure, value in figures.items()}
     fields |= {
         "concurrency": metrics.concurrency,
@@ -102,7 +71,7 @@ def result_fields(
             "total_cached_tokens": metrics.total_cached,
             "cache_hit_rate_pct": None if rate is None else 100 * rate,
         }
-    return fields | _goodput_fields(metrics) | _own_fields(metrics, load)
+    return fields | _goodput_fields(metrics) | _own_fields(metrics, client) | {"config": config_fields(args)}
 
 
 def detail_fields(outcomes: list[Outcome], prompt_lens: list[int], metrics: Metrics) -> dict[str, Any]:
@@ -115,6 +84,23 @@ def detail_fields(outcomes: list[Outcome], prompt_lens: list[int], metrics: Metr
         "generated_texts": [outcome.text for outcome in outcomes],
         "errors": [outcome.failure or "" for outcome in outcomes],
     }
+
+
+def series_fields(metrics: Metrics) -> dict[str, Any]:
+    """Return what charts are drawn from: the run over time, and 101 quantiles of each latency."""
+    return {"series": metrics.timeline.series(), "quantiles_ms": metrics.quantiles_ms}
+
+
+def config_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Return every setting of the run; of headers their names only, since values may be secret."""
+    config = {
+        name: value
+        for name, value in sorted(vars(args).items())
+        if value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
+    }
+    config["header"] = [name for name, _ in args.header or []]
+    infinite = {name for name, value in config.items() if isinstance(value, float) and math.isinf(value)}
+    return config | dict.fromkeys(infinite, "inf")
 
 
 def default_file_name(args: argparse.Namespace) -> str:
@@ -145,91 +131,6 @@ def append_json_line(path: str, fields: dict[str, Any]) -> None:
         raise BenchError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _summary_lines(args: argparse.Namespace, m: Metrics, accept_length: float | None) -> Iterator[str]:
-    yield _row("Backend:", args.backend)
-    yield _row("Traffic request rate:", str(args.request_rate))
-    yield _row("Max request concurrency:", args.max_concurrency or "not set")
-    yield _row("Successful requests:", m.num_completed)
-    yield _row("Benchmark duration (s):", m.duration_s)
-    yield _row("Total input tokens:", m.total_input)
-    yield _row("Total input text tokens:", m.total_input)
-    yield _row("Total generated tokens:", m.total_output)
-    yield _row("Total generated tokens (retokenized):", m.total_output_retokenized)
-    yield _row("Request throughput (req/s):", m.rate(m.num_completed))
-    yield _row("Input token throughput (tok/s):", m.rate(m.total_input))
-    yield _row("Output token throughput (tok/s):", m.rate(m.total_output))
-    yield _row("Peak output token throughput (tok/s):", m.peak_output_tokens_per_s)
-    yield _row("Peak concurrent requests:", m.peak_concurrent_requests)
-    yield _row("Total token throughput (tok/s):", m.rate(m.total_input + m.total_output))
-    yield _row("Concurrency:", m.concurrency)
-    if accept_length:
-        yield _row("Accept length:", accept_length)
-
-
-def _goodput_lines(m: Metrics) -> Iterator[str]:
-    if m.goodput is None:
-        return
-    yield _rule("Goodput", "-")
-    yield _row("SLOs (ms):", " ".join(f"{name}:{slo:g}" for name, slo in m.goodput.slos_ms.items()))
-    yield _row("Request goodput (req/s):", m.goodput.requests_per_s)
-    yield _row("SLO attainment (%):", m.goodput.attainment * 100)
-    for name, share in m.goodput.attainment_by_metric.items():
-        yield _row(f"{name.upper()} SLO attainment (%):", share * 100)
-
-
-def _latency_lines(name: str, d: Distribution) -> Iterator[str]:
-    for figure, value in (
-        ("Mean", d.mean),
-        ("Median", d.p50),
-        ("P90", d.p90),
-        ("P95", d.p95),
-        ("P99", d.p99),
-    ):
-        yield _row(f"{figure} {name} (ms):", value)
-
-
-def _cache_lines(m: Metrics) -> Iterator[str]:
-    rate = m.cache_hit_rate
-    yield _rule("Cache Hit Details", "-")
-    yield _row("Total prompt tokens:", m.total_input_server)
-    yield _row("Total cached tokens:", m.total_cached)
-    yield _row("Cache hit rate:", None if rate is None else f"{100 * rate:.1f}%")
-
-
-def _delivery_lines(args: argparse.Namespace, m: Metrics, load: LoadResult) -> Iterator[str]:
-    """What tells whether the figures above can be believed."""
-    yield _rule("Load as sent", "-")
-    yield _row("Median schedule delay (ms):", m.schedule_delay.p50)
-    yield _row("P99 schedule delay (ms):", m.schedule_delay.p99)
-    yield _row("Max schedule delay (ms):", m.schedule_delay.max)
-    if args.max_concurrency:
-        yield _row("Median wait for a slot in it (ms):", m.slot_wait.p50)
-        yield _row("P99 wait for a slot in it (ms):", m.slot_wait.p99)
-    yield _row("P99 client event-loop lag (ms):", _lag_ms(load, 99))
-    yield _row("Max client event-loop lag (ms):", _lag_ms(load, 100))
-    yield _row("Client CPU (% of one core):", 100 * m.rate(load.cpu_s))
-    yield _row("Peak requests in flight:", m.peak_in_flight)
-    yield _row("Connections opened:", load.num_connections)
-    yield _rule("Token counts", "-")
-    yield _row("Input tokens asked of the dataset:", m.total_input_asked)
-    yield _row("Input tokens counted by the server:", m.total_input_server)
-    yield _row("Output lengths from the server (req):", m.count_sources["server"])
-    yield _row("Output lengths retokenized (req):", m.count_sources["retokenized"])
-    yield _row("ITL weights retokenized (req):", m.num_retokenized_itl)
-    for name, count in m.unmeasured.items():
-        yield _row(f"Successful requests without {name.upper()}:", count)
-
-
-def _failure_lines(m: Metrics) -> Iterator[str]:
-    yield _rule("Failures", "-")
-    yield _row("Failed requests:", sum(m.failures.values()))
-    for cause, count in list(m.failures.items())[:_MAX_CAUSES]:
-        yield f"  {count} x {cause}"
-    if len(m.failures) > _MAX_CAUSES:
-        rest = list(m.failures.values())[_MAX_CAUSES:]
-        yield f"  {sum(rest)} x {len(rest)} other causes"
-
-
 def _goodput_fields(m: Metrics) -> dict[str, Any]:
     if m.goodput is None:
         return {}
@@ -241,7 +142,7 @@ def _goodput_fields(m: Metrics) -> dict[str, Any]:
     }
 
 
-def _own_fields(m: Metrics, load: LoadResult) -> dict[str, Any]:
+def _own_fields(m: Metrics, client: ClientLoad) -> dict[str, Any]:
     return {
         "sent": m.num_sent,
         "failed": sum(m.failures.values()),
@@ -251,30 +152,20 @@ def _own_fields(m: Metrics, load: LoadResult) -> dict[str, Any]:
         "itl_retokenized_requests": m.num_retokenized_itl,
         "total_input_tokens_asked": m.total_input_asked,
         "total_input_tokens_server": m.total_input_server,
-        "max_itl_ms": m.itl.max,
         "peak_requests_in_flight": m.peak_in_flight,
         "median_schedule_delay_ms": m.schedule_delay.p50,
         "p99_schedule_delay_ms": m.schedule_delay.p99,
         "max_schedule_delay_ms": m.schedule_delay.max,
         "median_slot_wait_ms": m.slot_wait.p50,
         "p99_slot_wait_ms": m.slot_wait.p99,
-        "p99_client_lag_ms": _lag_ms(load, 99),
-        "max_client_lag_ms": _lag_ms(load, 100),
-        "client_cpu_s": load.cpu_s,
-        "connections_opened": load.num_connections,
+        "in_flight": asdict(m.in_flight),
+        "output_tokens_per_s": asdict(m.output_rate),
+        "steady_state": None if m.steady is None else asdict(m.steady),
+        "steady_state_reason": m.steady_reason or None,
+        "p99_client_lag_ms": client.worst("lag_p99_ms"),
+        "max_client_lag_ms": client.worst("lag_max_ms"),
+        "client_cpu_s": client.cpu_s,
+        "client_bottleneck": client.bottleneck,
+        "client_processes": [asdict(process) for process in client.processes],
+        "connections_opened": client.num_connections,
     }
-
-
-def _lag_ms(load: LoadResult, percentile: float) -> float | None:
-    return float(np.percentile(load.loop_lags, percentile)) * 1e3 if len(load.loop_lags) else None
-
-
-def _rule(title: str, fill: str) -> str:
-    return f"{title:{fill}^{_WIDTH}}"
-
-
-def _row(label: str, value: str | int | float | None) -> str:
-    if value is None:
-        value = "n/a"
-    shown = f"{value:<10.2f}" if isinstance(value, float) else f"{value:<10}"
-    return f"{label:<40} {shown}"

@@ -3,42 +3,78 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from phalanx.bench.args import check_arguments
+from phalanx.bench.arrivals import Pace, draw_arrivals
 from phalanx.bench.backends import BACKENDS, RequestOptions, build_body
 from phalanx.bench.check import check_possible
-from phalanx.bench.connection import RawRecord
+from phalanx.bench.client_load import ClientLoad, judge_client
 from phalanx.bench.datasets import BenchRequest, TokenizerLike, request_source
 from phalanx.bench.errors import BenchError
+from phalanx.bench.fleet import Load, RunRecord, run_fleet, settle_num_processes
 from phalanx.bench.metrics import Asked, Metrics, compute_metrics
-from phalanx.bench.parse import Outcome, parse_record
+from phalanx.bench.parse import Outcome
+from phalanx.bench.progress import Progress
 from phalanx.bench.report import (
     append_json_line,
     default_file_name,
     detail_fields,
-    format_table,
     json_line,
     result_fields,
+    series_fields,
 )
-from phalanx.bench.target import Target, first_model, flush_cache, make_target, server_info, wait_until_ready
-from phalanx.bench.worker import LoadResult, poisson_arrivals, run_load
+from phalanx.bench.server_metrics import MetricsSampler
+from phalanx.bench.settle import check_arguments
+from phalanx.bench.table import format_table
+from phalanx.bench.target import (
+    Target,
+    first_model,
+    flush_cache,
+    make_target,
+    server_info,
+    start_profile,
+    stop_profile,
+    wait_until_ready,
+)
+from phalanx.bench.terminal_plot import plot_run
 
 _WARMUP_TOKENS = 32
-# Raw answers kept for parsing after the run. SGLang's native stream repeats the whole text in every event, so
-# long answers would fill the memory: past this, each answer is parsed as soon as it is complete.
-_MAX_RAW_BYTES = 2 << 30
+_SAMPLING_FIELDS = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run, understood.
+
+    Attributes:
+        metrics: every figure.
+        client: what the client spent.
+        accept_length: mean tokens per speculative step, where the server tells it.
+        fields: the JSON line without the details of each request.
+        outcomes: one per request.
+        requests: what was asked.
+    """
+
+    metrics: Metrics
+    client: ClientLoad
+    accept_length: float | None
+    fields: dict[str, Any]
+    outcomes: list[Outcome]
+    requests: list[BenchRequest]
 
 
 def run(
     args: argparse.Namespace, load_tokenizer: Callable[[str], TokenizerLike], settle_s: float = 1.0
 ) -> int:
-    """Run the benchmark; the table goes to stdout, everything else to stderr.
+    """Run the benchmark; the table and the JSON line go to stdout, everything else to stderr.
 
     Args:
         args: from a parser filled by `add_arguments`.
@@ -52,161 +88,205 @@ def run(
         BenchError: with the exit code of its kind.
     """
     check_arguments(args)
-    backend = BACKENDS[args.backend]
+    target = connect(args)
+    measured = measure(args, target, load_tokenizer(args.tokenizer or args.model), settle_s)
+    path = args.output_file or default_file_name(args)
+    save(args, measured, path)
+    print(format_table(args, measured.metrics, measured.client, measured.accept_length))
+    if args.plot:
+        print(plot_run(measured.fields["series"]))
+    # Last on stdout, for scripts: the figures alone.
+    long = ("server_info", "series", "quantiles_ms", "server_metrics", "config")
+    short = {name: value for name, value in measured.fields.items() if name not in long}
+    print(json_line(short).decode(), end="", flush=True)
+    say(f"Result appended to {path}")
+    return 0 if measured.metrics.num_completed else 1
+
+
+def connect(args: argparse.Namespace) -> Target:
+    """Return the server of the command line once it is ready; settle `args.model` if it is open.
+
+    Raises:
+        BenchError: it does not get ready, or names no model.
+    """
     target = make_target(args.base_url, args.host, args.port, args.header or [])
     if args.ready_check_timeout_sec > 0 and not wait_until_ready(target, args.ready_check_timeout_sec):
         raise BenchError(f"{target.url}/v1/models is not ready after {args.ready_check_timeout_sec:g} s")
     args.model = args.model or first_model(target)
-    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    return target
+
+
+def measure(
+    args: argparse.Namespace, target: Target, tokenizer: TokenizerLike, settle_s: float = 1.0
+) -> Measured:
+    """Make one measured run: data, warm-up, load, figures that passed `check_possible`.
+
+    Raises:
+        BenchError: with the exit code of its kind.
+    """
     requests, rng = request_source(args, tokenizer)
     _describe_data(args, requests)
-    arrivals = poisson_arrivals(len(requests), args.request_rate, rng)
+    arrivals = draw_arrivals(len(requests), _pace(args), rng)
     _warm_up(args, target, requests[0])
-    if args.flush_cache and backend.flush_path is not None:
-        flush_cache(target, backend.flush_path)
+    if args.flush_cache:
+        flush_cache(target, BACKENDS[args.backend].flush_path or "")
     time.sleep(settle_s)
-    load, outcomes = _load(args, target, requests, arrivals)
-    info = server_info(target) if backend.has_server_info else None
+    sampler = MetricsSampler(target) if args.server_metrics else None
+    with sampler or contextlib.nullcontext(), _profiled(args, target):
+        record = _load(args, target, requests, arrivals)
+    info = server_info(target) if BACKENDS[args.backend].has_server_info else None
     metrics = compute_metrics(
-        outcomes, _asked(args, requests, load.records), load.ended - load.began, tokenizer, args.goodput
+        record.outcomes,
+        _asked(args, requests, record),
+        record.ended - record.began,
+        tokenizer,
+        args.goodput,
+        began=record.began,
+        ramped_rate=args.ramp_up_strategy is not None,
     )
     check_possible(metrics)
-    _publish(args, metrics, load, outcomes, requests, info)
-    return 0 if metrics.num_completed else 1
-
-
-def _publish(
-    args: argparse.Namespace,
-    metrics: Metrics,
-    load: LoadResult,
-    outcomes: list[Outcome],
-    requests: list[BenchRequest],
-    info: dict[str, Any] | None,
-) -> None:
+    client = judge_client(record.processes, _judged_window(record, metrics))
     accept_length = _accept_length(info)
-    print(format_table(args, metrics, load, accept_length))
-    fields = result_fields(args, metrics, load, info, accept_length)
-    # Last on stdout, for scripts: the figures without the server's settings and the per-request details.
-    short = {name: value for name, value in fields.items() if name != "server_info"}
-    print(json_line(short).decode(), end="", flush=True)
+    fields = result_fields(args, metrics, client, info, accept_length) | series_fields(metrics)
+    if sampler is not None:
+        fields["server_metrics"] = sampler.series(record.began)
+    return Measured(metrics, client, accept_length, fields, record.outcomes, requests)
+
+
+def save(args: argparse.Namespace, measured: Measured, path: str | Path) -> None:
+    """Append the JSON line, with --output-details those of each request too, to `path`.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    fields = measured.fields
     if args.output_details:
-        fields |= detail_fields(outcomes, [request.prompt_len for request in requests], metrics)
-    path = args.output_file or default_file_name(args)
-    append_json_line(path, fields)
-    _say(f"Result appended to {path}")
+        prompt_lens = [request.prompt_len for request in measured.requests]
+        fields = fields | detail_fields(measured.outcomes, prompt_lens, measured.metrics)
+    append_json_line(str(path), fields)
+
+
+def say(text: str) -> None:
+    """Print a remark to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _warm_up(args: argparse.Namespace, target: Target, request: BenchRequest) -> None:
     if not args.warmup_requests:
         return
-    _say(f"Warm-up: {args.warmup_requests} requests")
-    body = build_body(
-        BACKENDS[args.backend], _options(args), request.prompt, min(request.output_len, _WARMUP_TOKENS)
-    )
-    wire = target.wire_request(BACKENDS[args.backend].path, body)
-    count = args.warmup_requests
-    load = run_load(target, [wire] * count, np.zeros(count), args.max_concurrency)
-    outcomes = _parse_all(args, load.records, {})
+    say(f"Warm-up: {args.warmup_requests} requests")
+    backend, count = BACKENDS[args.backend], args.warmup_requests
+    body = build_body(backend, _options(args), request.prompt, min(request.output_len, _WARMUP_TOKENS))
+    wires = [target.wire_request(backend.path, body)] * count
+    load = Load(target, wires, np.zeros(count), args.max_concurrency, backend.flavor, not args.disable_stream)
+    outcomes = run_fleet(load, 1).outcomes
     if not any(outcome.success for outcome in outcomes):
         raise BenchError(f"warm-up failed: {outcomes[0].failure}")
 
 
 def _load(
     args: argparse.Namespace, target: Target, requests: list[BenchRequest], arrivals: np.ndarray
-) -> tuple[LoadResult, list[Outcome]]:
+) -> RunRecord:
     backend, options = BACKENDS[args.backend], _options(args)
     wires = [
         target.wire_request(backend.path, build_body(backend, options, r.prompt, r.output_len))
         for r in requests
     ]
-    early: dict[int, Outcome] = {}
-    num_kept = 0
-
-    def keep_or_parse(record: RawRecord) -> None:
-        nonlocal num_kept
-        num_kept += sum(map(len, record.pieces))
-        if num_kept > _MAX_RAW_BYTES:
-            early[record.index] = parse_record(record, backend.flavor, options.stream)
-            record.pieces, record.times = [], []
-
-    progress = None if args.disable_tqdm or not sys.stderr.isatty() else Progress(len(requests), sys.stderr)
-    load = run_load(
-        target, wires, arrivals, args.max_concurrency, on_progress=progress, on_finished=keep_or_parse
-    )
+    asked = None if args.client_processes == "auto" else args.client_processes
+    num_processes = settle_num_processes(asked, len(requests), args.max_concurrency)
+    say(f"Client processes: {num_processes}")
+    load = Load(target, wires, arrivals, args.max_concurrency, backend.flavor, options.stream)
+    shown = not args.disable_tqdm and sys.stderr.isatty()
+    progress = Progress(len(requests), sys.stderr) if shown else None
+    record = run_fleet(load, num_processes, progress)
     if progress is not None:
         progress.close()
-    if early:
-        limit = _MAX_RAW_BYTES >> 30
-        _say(f"{len(early)} answers were parsed during the run: the raw bytes passed {limit} GiB")
-    return load, _parse_all(args, load.records, early)
+    if early := sum(process.num_parsed_early for process in record.processes):
+        say(f"{early} answers were parsed during the run: the raw bytes passed the limit")
+    return record
 
 
-class Progress:
-    """A line on a terminal, redrawn at each call; plain, since a live display would stall the event loop."""
-
-    def __init__(self, total: int, out: TextIO) -> None:
-        self._total = total
-        self._out = out
-        self._began = time.perf_counter()
-
-    def __call__(self, num_finished: int, num_failed: int) -> None:
-        """Draw `num_finished` of the total, and the failures among them."""
-        elapsed = time.perf_counter() - self._began
-        filled = 30 * num_finished // max(self._total, 1)
-        failed = f", {num_failed} failed" if num_failed else ""
-        self._out.write(
-            f"\r[{'#' * filled}{'.' * (30 - filled)}] {num_finished}/{self._total}{failed}, {elapsed:.1f} s "
-        )
-        self._out.flush()
-
-    def close(self) -> None:
-        """Leave the line."""
-        self._out.write("\n")
-        self._out.flush()
-
-
-def _parse_all(
-    args: argparse.Namespace, records: list[RawRecord], early: dict[int, Outcome]
-) -> list[Outcome]:
-    flavor, stream = BACKENDS[args.backend].flavor, not args.disable_stream
-    outcomes = []
-    for record in records:
-        outcomes.append(early.get(record.index) or parse_record(record, flavor, stream))
-        record.pieces, record.times = [], []
-    return outcomes
+@contextlib.contextmanager
+def _profiled(args: argparse.Namespace, target: Target) -> Iterator[None]:
+    """Have the server profile itself while the block runs, if the command line asks for it."""
+    if not args.profile:
+        yield
+        return
+    settings = None
+    if BACKENDS[args.backend].has_server_info:
+        output_dir = args.profile_output_dir
+        settings = {
+            "activities": args.profile_activities or ["CPU", "GPU"],
+            "num_steps": args.profile_num_steps,
+            "profile_by_stage": bool(args.profile_by_stage),
+            # A folder of its own for each run, as in SGLang's client.
+            "output_dir": f"{output_dir}/{time.time()}" if output_dir else None,
+            "profile_prefix": args.profile_prefix,
+        }
+        settings = {name: value for name, value in settings.items() if value is not None}
+    start_profile(target, settings)
+    yield
+    if args.profile_num_steps is None:
+        stop_profile(target)
 
 
-def _asked(args: argparse.Namespace, requests: list[BenchRequest], records: list[RawRecord]) -> Asked:
-    waits = [record.wait_for_slot for record in records] if args.max_concurrency else []
+def _asked(args: argparse.Namespace, requests: list[BenchRequest], record: RunRecord) -> Asked:
     return Asked(
         prompt_lens=np.asarray([request.prompt_len for request in requests], np.int64),
         asked_lens=np.asarray([request.asked_len for request in requests], np.int64),
-        due=np.asarray([record.due for record in records], np.float64),
-        sent=np.asarray([np.nan if r.sent is None else r.sent for r in records], np.float64),
-        slot_waits=np.asarray(waits, np.float64),
+        due=record.due,
+        sent=record.sent,
+        slot_waits=record.slot_waits if args.max_concurrency else np.empty(0),
+    )
+
+
+def _judged_window(record: RunRecord, metrics: Metrics) -> tuple[float, float]:
+    """The steady state, else the whole run: the burst of sends at rate inf is no sign of a weak client."""
+    if metrics.steady is None:
+        return record.began, record.ended
+    return record.began + metrics.steady.begin_s, record.began + metrics.steady.end_s
+
+
+def _pace(args: argparse.Namespace) -> Pace:
+    return Pace(
+        args.request_rate,
+        args.burstiness,
+        args.ramp_up_strategy,
+        args.ramp_up_start_rps or 0.0,
+        args.ramp_up_end_rps or 0.0,
     )
 
 
 def _options(args: argparse.Namespace) -> RequestOptions:
+    given = {name: getattr(args, name) for name in _SAMPLING_FIELDS}
+    native: dict[str, Any] = {}
+    if args.return_logprob:
+        native = {
+            "return_logprob": True,
+            "top_logprobs_num": args.top_logprobs_num,
+            "logprob_start_len": args.logprob_start_len,
+        }
     return RequestOptions(
         model=args.served_model_name or args.model,
         stream=not args.disable_stream,
         ignore_eos=not args.disable_ignore_eos,
         temperature=args.temperature,
         top_p=args.top_p,
+        sampling={name: value for name, value in given.items() if value is not None},
+        native_fields=native,
         extra_body=args.extra_request_body,
     )
 
 
 def _describe_data(args: argparse.Namespace, requests: list[BenchRequest]) -> None:
     if len(requests) < args.num_prompts:
-        _say(f"{args.dataset_path} yields {len(requests)} requests, fewer than the {args.num_prompts} asked")
+        say(f"{args.dataset_path} yields {len(requests)} requests, fewer than the {args.num_prompts} asked")
     sent, asked = sum(r.prompt_len for r in requests), sum(r.asked_len for r in requests)
     changed = sum(r.prompt_len != r.asked_len for r in requests)
-    _say(
+    say(
         f"#Input tokens: {sent} (asked: {asked}; {changed} of {len(requests)} prompts changed length as text)"
     )
-    _say(f"#Output tokens: {sum(r.output_len for r in requests)}")
+    say(f"#Output tokens: {sum(r.output_len for r in requests)}")
 
 
 def _accept_length(info: dict[str, Any] | None) -> float | None:
@@ -216,7 +296,3 @@ def _accept_length(info: dict[str, Any] | None) -> float | None:
         return None
     value = states[0].get("avg_spec_accept_length")
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from phalanx.bench.errors import BenchError
 
 _CONTROL_TIMEOUT_S = 60.0
+_PROFILE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,14 @@ class Target:
         host: name or address, without brackets.
         port: TCP port.
         prefix: path before every route, "" or "/something", without a slash at its end.
-        tls: context for https, else None.
+        https: whether to speak TLS.
         headers: sent with every request, authorization included.
     """
 
     host: str
     port: int
     prefix: str = ""
-    tls: ssl.SSLContext | None = None
+    https: bool = False
     headers: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -42,7 +43,11 @@ class Target:
     @property
     def url(self) -> str:
         """The server's base URL, for messages."""
-        return f"{'https' if self.tls else 'http'}://{self.netloc}{self.prefix}"
+        return f"{'https' if self.https else 'http'}://{self.netloc}{self.prefix}"
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return a context for https, None for http."""
+        return ssl.create_default_context() if self.https else None
 
     def wire_request(self, path: str, body: bytes) -> bytes:
         """Return the bytes of one POST of a JSON body, head and body."""
@@ -72,10 +77,10 @@ def make_target(base_url: str | None, host: str, port: int, headers: list[tuple[
         raise BenchError(f"--base-url {base_url!r} is not a URL", exit_code=2) from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise BenchError(f"--base-url {base_url!r} is not http(s)://host[:port][/path]", exit_code=2)
-    tls = ssl.create_default_context() if parts.scheme == "https" else None
-    default_port = 443 if tls else 80
+    https = parts.scheme == "https"
+    default_port = 443 if https else 80
     return Target(
-        parts.hostname, url_port or default_port, parts.path.rstrip("/"), tls, headers=tuple(sent.values())
+        parts.hostname, url_port or default_port, parts.path.rstrip("/"), https, headers=tuple(sent.values())
     )
 
 
@@ -121,16 +126,47 @@ def flush_cache(target: Target, path: str) -> None:
         raise BenchError(f"--flush-cache: {target.url}{path} answered {status}: {str(body)[:200]}")
 
 
-def control(target: Target, method: str, path: str, timeout_s: float = _CONTROL_TIMEOUT_S) -> tuple[int, Any]:
+def start_profile(target: Target, settings: dict[str, Any] | None) -> None:
+    """POST /start_profile, with `settings` as its body where the server takes one.
+
+    Raises:
+        BenchError: the server refused.
+    """
+    status, body = control(target, "POST", "/start_profile", body=settings)
+    if status != 200:
+        raise BenchError(f"--profile: {target.url}/start_profile answered {status}: {str(body)[:200]}")
+
+
+def stop_profile(target: Target) -> None:
+    """POST /stop_profile; writing a trace may take minutes.
+
+    Raises:
+        BenchError: the server refused.
+    """
+    status, body = control(target, "POST", "/stop_profile", timeout_s=_PROFILE_TIMEOUT_S)
+    if status != 200:
+        raise BenchError(f"--profile: {target.url}/stop_profile answered {status}: {str(body)[:200]}")
+
+
+def control(
+    target: Target,
+    method: str,
+    path: str,
+    timeout_s: float = _CONTROL_TIMEOUT_S,
+    body: dict[str, Any] | None = None,
+) -> tuple[int, Any]:
     """Send one blocking request. Return (status, JSON body or text); status 0 when nothing answered."""
-    if target.tls is None:
+    headers = dict(target.headers)
+    data = None
+    if body is not None:
+        headers["Content-Type"], data = "application/json", json.dumps(body)
+    tls = target.tls_context()
+    if tls is None:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
     else:
-        connection = http.client.HTTPSConnection(
-            target.host, target.port, timeout=timeout_s, context=target.tls
-        )
+        connection = http.client.HTTPSConnection(target.host, target.port, timeout=timeout_s, context=tls)
     try:
-        connection.request(method, target.prefix + path, headers=dict(target.headers))
+        connection.request(method, target.prefix + path, data, headers)
         response = connection.getresponse()
         raw = response.read()
     except (OSError, http.client.HTTPException) as error:

@@ -20,6 +20,7 @@ import numpy as np
 
 from phalanx.bench.connection import ClientConnection, RawRecord, StaleConnection
 from phalanx.bench.errors import BenchError
+from phalanx.bench.slots import Slots
 from phalanx.bench.target import Target
 
 REQUEST_TIMEOUT_S = 6 * 3600.0
@@ -40,8 +41,9 @@ class LoadResult:
         began: `time.perf_counter` seconds at the start of the run.
         ended: the end of the last response.
         cpu_s: CPU seconds that this process spent in the run.
-        loop_lags: [num_ticks] float64, seconds by which the event loop was late at each 20 ms tick. A byte
-            may have waited that long for its time stamp.
+        ticks: [num_ticks, 3] float64, one row for each 20 ms tick of the event loop: `time.perf_counter`
+            seconds; seconds by which the tick was late (a byte may have waited that long for its time stamp);
+            CPU seconds of the process so far.
         num_connections: connections opened.
     """
 
@@ -49,7 +51,7 @@ class LoadResult:
     began: float
     ended: float
     cpu_s: float
-    loop_lags: np.ndarray
+    ticks: np.ndarray
     num_connections: int
 
 
@@ -71,24 +73,13 @@ def raise_descriptor_limit(num_connections: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
-def poisson_arrivals(num_requests: int, request_rate: float, rng: np.random.RandomState) -> np.ndarray:
-    """Return [num_requests] float64 seconds from the start at which requests are due.
-
-    The first is due at 0; gaps are exponential with mean 1 / request_rate. At rate inf all are due at 0 and
-    `rng` is not touched. Times are absolute: a late send does not push back the ones after it.
-    """
-    arrivals = np.zeros(num_requests)
-    if num_requests > 1 and np.isfinite(request_rate):
-        arrivals[1:] = np.cumsum(rng.exponential(1.0 / request_rate, size=num_requests - 1))
-    return arrivals
-
-
 def run_load(
     target: Target,
     requests: Sequence[bytes],
     arrivals: np.ndarray,
-    max_concurrency: int | None,
+    slots: Slots | None = None,
     *,
+    begin_at: float | None = None,
     timeout_s: float = REQUEST_TIMEOUT_S,
     on_progress: Callable[[int, int], None] | None = None,
     on_finished: Callable[[RawRecord], None] | None = None,
@@ -99,19 +90,19 @@ def run_load(
         target: the server.
         requests: whole HTTP requests, head and body.
         arrivals: [len(requests)] float64 seconds, ascending.
-        max_concurrency: most requests in flight, or None.
+        slots: places for requests in flight, or None for no limit.
+        begin_at: `time.perf_counter` instant from which arrivals count, common to several processes; None:
+            now.
         timeout_s: limit of one request, connecting included.
         on_progress: called twice a second with (finished, failed in transport).
         on_finished: called with each record as it ends, in this process's event loop: keep it short.
 
     Raises:
-        BenchError: too few file descriptors, or a host name that does not resolve.
+        BenchError: a host name that does not resolve.
     """
-    raise_descriptor_limit(min(len(requests), max_concurrency or len(requests)))
-    address = _resolve(target)
-    load = _Load(target, address, requests, max_concurrency, timeout_s, on_finished)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner, _paused_gc():
-        return runner.run(load.run(arrivals, on_progress))
+    load = _Load(target, resolve(target), requests, slots, timeout_s, on_finished)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner, _paused_gc():
+        return runner.run(load.run(begin_at, arrivals, on_progress))
 
 
 class _Load:
@@ -122,14 +113,15 @@ class _Load:
         target: Target,
         address: str,
         requests: Sequence[bytes],
-        max_concurrency: int | None,
+        slots: Slots | None,
         timeout_s: float,
         on_finished: Callable[[RawRecord], None] | None,
     ) -> None:
         self._target = target
         self._address = address
         self._requests = requests
-        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self._slots = slots
+        self._tls = target.tls_context()
         self._timeout_s = timeout_s
         self._on_finished = on_finished
         self._idle: list[ClientConnection] = []
@@ -138,12 +130,14 @@ class _Load:
         self._num_failed = 0
         self._num_connections = 0
 
-    async def run(self, arrivals: np.ndarray, on_progress: Callable[[int, int], None] | None) -> LoadResult:
-        lags: list[float] = []
-        helpers = [asyncio.create_task(_watch_lag(lags))]
+    async def run(
+        self, begin_at: float | None, arrivals: np.ndarray, on_progress: Callable[[int, int], None] | None
+    ) -> LoadResult:
+        ticks: list[tuple[float, float, float]] = []
+        helpers = [asyncio.create_task(_watch_lag(ticks))]
         if on_progress is not None:
             helpers.append(asyncio.create_task(self._show(on_progress)))
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu = time.perf_counter() if begin_at is None else begin_at, time.process_time()
         try:
             tasks = await self._start_all(began, arrivals.tolist())
             await asyncio.gather(*tasks)
@@ -153,10 +147,13 @@ class _Load:
                 helper.cancel()
             for connection in self._idle:
                 connection.close()
+            if self._slots is not None:
+                self._slots.close()
         if on_progress is not None:
             on_progress(self._num_finished, self._num_failed)
         ended = max((record.end for record in self._records), default=began)
-        return LoadResult(self._records, began, ended, cpu, np.asarray(lags), self._num_connections)
+        seen = np.asarray(ticks, np.float64).reshape(-1, 3)
+        return LoadResult(self._records, began, ended, cpu, seen, self._num_connections)
 
     async def _start_all(self, began: float, arrivals: list[float]) -> list[asyncio.Task[None]]:
         tasks = []
@@ -177,9 +174,12 @@ class _Load:
             await self._exchange(record)
         else:
             asked = time.perf_counter()
-            async with self._slots:
+            await self._slots.acquire()
+            try:
                 record.wait_for_slot = time.perf_counter() - asked
                 await self._exchange(record)
+            finally:
+                self._slots.release()
         self._num_finished += 1
         self._num_failed += record.failure is not None or record.status != 200
         if self._on_finished is not None:
@@ -223,13 +223,12 @@ class _Load:
 
     async def _connect(self) -> ClientConnection:
         self._num_connections += 1
-        tls = self._target.tls
         _, connection = await asyncio.get_running_loop().create_connection(
             ClientConnection,
             self._address,
             self._target.port,
-            ssl=tls,
-            server_hostname=self._target.host if tls else None,
+            ssl=self._tls,
+            server_hostname=self._target.host if self._tls else None,
         )
         return connection
 
@@ -243,16 +242,21 @@ def _give_up(record: RawRecord, cause: str) -> None:
     record.failure, record.end = cause, time.perf_counter()
 
 
-async def _watch_lag(lags: list[float]) -> None:
+async def _watch_lag(ticks: list[tuple[float, float, float]]) -> None:
     """Note how late the event loop runs a timer: the error that a time stamp of this process may have."""
     while True:
         asked = time.perf_counter()
         await asyncio.sleep(_LAG_PERIOD_S)
-        lags.append(max(0.0, time.perf_counter() - asked - _LAG_PERIOD_S))
+        now = time.perf_counter()
+        ticks.append((now, max(0.0, now - asked - _LAG_PERIOD_S), time.process_time()))
 
 
-def _resolve(target: Target) -> str:
-    """Return the first address of the host that accepts a connection: one look-up for all requests."""
+def resolve(target: Target) -> str:
+    """Return the first address of the host that accepts a connection: one look-up for all requests.
+
+    Raises:
+        BenchError: exit code 2; the name does not resolve.
+    """
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -264,7 +268,8 @@ def _resolve(target: Target) -> str:
     return addresses[0]
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's factory where uvloop is installed, else None (asyncio's own)."""
     try:
         import uvloop
     except ImportError:
