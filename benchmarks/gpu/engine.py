@@ -2,11 +2,11 @@
 
 usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b:triton,...] [--repeats 3]
 
-A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128
-out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no CUDA
-graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end), or naive,
-torch or triton (who builds FlashInfer's page lists). Each part is a process of its own; its numbers are appended
-to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
+A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and
+1-128 out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no
+CUDA graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end), or
+naive, torch or triton (who builds FlashInfer's page lists). Each part is a process of its own; its numbers are
+appended to OUTPUT_FOLDER/engine.jsonl, and a part that stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations
