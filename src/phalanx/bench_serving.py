@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.bench.args import add_arguments
@@ -16,7 +16,7 @@ from phalanx.bench.errors import BenchError
 from phalanx.bench.run import run as run_benchmark
 from phalanx.core.errors import PhalanxError
 
-__all__ = ["add_arguments", "load_named_tokenizer", "main", "run"]
+__all__ = ["add_arguments", "load_named_tokenizer", "main", "run", "run_command"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,16 +29,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run with arguments parsed by a parser that `add_arguments` filled; errors become one line on stderr."""
+    """Run with arguments parsed by a parser that `add_arguments` filled; returns the exit code."""
+    return run_command("bench serving", lambda: run_benchmark(args, load_named_tokenizer))
+
+
+def run_command(name: str, command: Callable[[], int]) -> int:
+    """Run one of the load client's commands; errors become one line on stderr and an exit code."""
     try:
-        return run_benchmark(args, load_named_tokenizer)
+        return command()
     except BenchError as error:
         message, exit_code = str(error), error.exit_code
     except PhalanxError as error:
         message, exit_code = str(error), 2
     except KeyboardInterrupt:
         message, exit_code = "interrupted", 130
-    print(f"bench serving: error: {message}", file=sys.stderr)
+    print(f"{name}: error: {message}", file=sys.stderr)
     return exit_code
 
 

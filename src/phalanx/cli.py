@@ -8,6 +8,8 @@ import sys
 # bench name -> (module, one line of help); each module has add_arguments(parser) and run(args) -> int.
 _BENCHES = {
     "serving": ("phalanx.bench_serving", "load a server over HTTP and print SGLang's table"),
+    "sweep": ("phalanx.bench_sweep", "a list of rates or concurrencies: the knee, and report.html"),
+    "compare": ("phalanx.bench_compare", "two results or two servers: ratios with confidence intervals"),
     "host": ("phalanx.microbench.host", "the scheduler's cost per step against a null engine"),
     "offline": ("phalanx.microbench.offline", "throughput of LLM.generate, without HTTP"),
     "kv-indices": ("phalanx.microbench.kv_indices", "the KV-index kernels beside a memcpy"),
