@@ -21,11 +21,12 @@ from phalanx.config.groups import (
 from phalanx.core.errors import ConfigError, EngineError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepResult
-from phalanx.engine.buckets import bucket_of, decode_buckets, power_of_two_buckets
+from phalanx.engine.buckets import MixedShape, MixedShapes, bucket_of, decode_buckets, power_of_two_buckets
 from phalanx.engine.build import build_engine
 from phalanx.engine.engine import Engine
 from phalanx.engine.memory import count_pages
 from phalanx.engine.null import NullEngine
+from phalanx.engine.plan_arrays import padded, plan_arrays
 from phalanx.engine.rows import grant_ring
 from phalanx.engine.upload import upload
 from phalanx.kvcache.pool import KVPool
@@ -394,10 +395,62 @@ def test_buckets_hold_every_batch_and_waste_little(max_rows: int) -> None:
     assert power_of_two_buckets(max_rows)[-1] >= max_rows
 
 
+@pytest.mark.parametrize("max_rows", [1, 20, 300, 4096, 8192])
+def test_mixed_shapes_hold_what_fits_them(max_rows: int) -> None:
+    shapes = MixedShapes(decode_buckets(max_rows))
+    known = shapes.all()
+    assert len(known) == len(set(known)) <= 90
+    assert {shape.lanes for shape in known} <= set(decode_buckets(max_rows))
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(300):
+        lens = rng.integers(1, 33, rng.integers(1, 100))
+        num_decode = int(rng.integers(0, max_rows + 1))
+        size = {"num_decode": num_decode, "num_tokens": int(lens.sum()), "num_chunks": len(lens)}
+        shape = shapes.fit(**size, longest=int(lens.max()))
+        if shape is not None:
+            hits += 1
+            assert shape in known and num_decode > 0
+            assert shape.lanes >= num_decode and shape.tokens >= lens.sum() and shape.chunks >= len(lens)
+            total = num_decode + int(lens.sum())
+            assert shape.lanes + shape.tokens <= max(768, 1.15 * total)
+        assert shapes.fit(**size, longest=129) is None
+    assert hits > 0
+    assert MixedShapes([]).all() == []
+
+
+def test_the_seeds_arrivals_fit_a_captured_step() -> None:
+    """4096 rows of which some 64 end in a step, and as many prompts of 1-32 tokens enter."""
+    shapes = MixedShapes(decode_buckets(4096))
+    for count in (40, 64, 90):
+        found = shapes.fit(num_decode=4096 - count, num_tokens=16 * count, num_chunks=count, longest=32)
+        assert found is not None and found.lanes == 4096
+
+
+def test_padded_arrays_keep_what_is_there_and_add_nothing_that_counts() -> None:
+    hand = HandScheduler(40, 4)
+    for row, prompt in ((1, PROMPTS[0]), (2, PROMPTS[2])):
+        hand.add(row, prompt, GREEDY)
+    plan = hand.plan(chunks=[(1, 5), (2, 9)])
+    plain = plan_arrays(plan, 8)
+    found = padded(plain, MixedShape(lanes=8, tokens=128, chunks=16))
+    for name, array in plain.items():
+        assert found[name][: len(array)].tolist() == array.tolist()
+        rest = found[name][len(array) :]
+        assert (rest == (14 if name == "chunk_indptr" else 0)).all() and found[name].dtype == array.dtype
+    assert {name: len(array) for name, array in found.items()} == {
+        **dict.fromkeys(("sample_rows", "num_generated", "logits_index"), 24),
+        **dict.fromkeys(("input_ids", "positions", "slots", "token_rows"), 128),
+        **dict.fromkeys(("chunk_rows", "chunk_starts", "chunk_ends"), 16),
+        "chunk_indptr": 17,
+    }
+
+
 def test_upload_keeps_values_and_dtypes() -> None:
     arrays = {"a": i32([1, -2, 3]), "b": np.arange(5, dtype=np.int64)[::2], "c": i32([])}
     arrays["a"].flags.writeable = False
-    sent = upload(arrays, CPU)
+    whole, sent = upload(arrays, CPU)
+    assert whole is None
     assert {name: t.tolist() for name, t in sent.items()} == {"a": [1, -2, 3], "b": [0, 2, 4], "c": []}
     assert [sent[name].dtype for name in "abc"] == [torch.int32, torch.int64, torch.int32]
 

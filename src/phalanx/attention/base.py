@@ -33,7 +33,8 @@ class PrefillPart:
 
     rows: [m] int64. starts, lens: [m] Python ints, tokens already in the pool and tokens of the chunk; the
     chunk attends causally to its row's positions 0 .. starts+lens-1, all stored by then. device_starts: [m]
-    int32, starts on the device; indptr: [m+1] int32 there, first token of each chunk among the chunk tokens.
+    int32, starts on the device; indptr: [m+1] int32 there, first token of each chunk among the chunk tokens;
+    longest: at least the longest chunk. A captured step has these three alone, its lists are empty.
     """
 
     rows: torch.Tensor
@@ -41,6 +42,7 @@ class PrefillPart:
     lens: list[int]
     device_starts: torch.Tensor | None = None
     indptr: torch.Tensor | None = None
+    longest: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ def attend_chunks(
     """Attention of the prompt chunks. q, out: [chunk tokens, num_q_heads, head_dim]."""
     part = batch.prefill
     assert part is not None and part.indptr is not None and part.device_starts is not None
+    if not part.lens:  # a captured step: its padding tokens are in no chunk, and must stay finite
+        out.zero_()
     prefill_attention(
         q,
         pool.k[layer],
@@ -58,7 +60,7 @@ def attend_chunks(
         part.indptr,
         part.rows,
         part.device_starts,
-        max_chunk_len=max(part.lens),
+        max_chunk_len=part.longest,
         page_size=pool.page_size,
         sm_scale=scale,
         out=out,

@@ -4,37 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from phalanx.attention.base import DecodePart, ForwardBatch, PrefillPart
-from phalanx.core.errors import EngineError
-from phalanx.core.step import Int32, Int64, LogprobPlan, PrefillChunks, StepPlan
-from phalanx.engine.buckets import bucket_of
+from phalanx.core.step import PrefillChunks, StepPlan
+from phalanx.engine.buckets import MixedShape, bucket_of
+from phalanx.engine.plan_arrays import HEADER, PromptTokens, decode_inputs, padded, plan_arrays
+from phalanx.engine.plan_check import check_plan
 from phalanx.engine.rows import DeviceRows
 from phalanx.engine.upload import upload
 from phalanx.kernels import StepPrepBuffers, create_kv_indices, step_prep
 from phalanx.sampling.rows import SamplingRows
-
-_HEADER = 4  # entries before the lanes, so that they lie at a multiple of 16 bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Host arrays with one entry per prompt token of a step. rows: [t] int32; positions: [t] int64."""
-
-    rows: Int32
-    positions: Int64
-
-    @classmethod
-    def of(cls, prefill: PrefillChunks) -> PromptTokens:
-        """Expand chunks to tokens."""
-        ends = np.cumsum(prefill.lens, dtype=np.int64)
-        shift = np.repeat(prefill.starts - (ends - prefill.lens), prefill.lens)
-        return cls(
-            rows=np.repeat(prefill.rows, prefill.lens),
-            positions=np.arange(len(shift), dtype=np.int64) + shift,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +22,13 @@ class SentPlan:
     """Device copies of a plan's arrays.
 
     decode: [4 + bucket] int32: the number of live lanes, three unused, the row of each lane (0: padding);
-    None without decode rows. arrays: the others by name, as `BatchBuilder.send` lists them.
+    None without decode rows. arrays: the others by name: `plan_arrays` and `DeviceRows.grant_arrays`. whole:
+    the memory that they are views of, grants last; None on the CPU.
     """
 
     decode: torch.Tensor | None
     arrays: dict[str, torch.Tensor]
+    whole: torch.Tensor | None
 
 
 class BatchBuilder:
@@ -87,13 +69,21 @@ class BatchBuilder:
             self._kv_indices = torch.zeros(num_pages + buckets[-1], dtype=torch.int32, device=rows.device)
         self._buffers: dict[int, StepPrepBuffers] = {}
 
-    def send(self, plan: StepPlan) -> SentPlan:
+    def send(self, plan: StepPlan, shape: MixedShape | None = None) -> SentPlan:
         """Copy a plan's arrays to the device and apply its changes to the device rows.
+
+        shape: pad them to the sizes of this captured step.
 
         Raises EngineError, before anything is written, for rows, pages, slots or positions out of range.
         """
-        self._check(plan)
-        sent = self.copy(plan)
+        check_plan(
+            plan,
+            num_rows=self._rows.num_rows,
+            max_context=self._rows.max_context,
+            num_pages=self._num_pages,
+            page_size=self._page_size,
+        )
+        sent = self.copy(plan, shape)
         self._sampling.enter(plan.entering)
         if len(plan.grants.rows):
             self._rows.grant(sent.arrays)
@@ -103,38 +93,38 @@ class BatchBuilder:
             self._sampling.record_prompt(tokens.rows, tokens.positions, plan.prefill.input_ids)
         return sent
 
-    def copy(self, plan: StepPlan) -> SentPlan:
-        """Copy a plan's arrays to the device and change nothing there."""
-        arrays = {
-            "sample_rows": plan.sample_rows.astype(np.int64),
-            "num_generated": plan.num_generated,
-            "logits_index": _logits_index(plan, self._num_lanes(len(plan.decode_rows))),
-        }
-        if len(plan.decode_rows):
-            arrays["decode"] = self._lanes(plan.decode_rows)
+    def copy(self, plan: StepPlan, shape: MixedShape | None = None) -> SentPlan:
+        """Copy a plan's arrays to the device and change nothing there. See `send`."""
+        num_decode = len(plan.decode_rows)
+        if shape is not None:
+            lanes = shape.lanes
+            arrays = padded(plan_arrays(plan, lanes), shape)
+        else:
+            lanes = bucket_of(num_decode, self._buckets) if num_decode else 0
+            arrays = plan_arrays(plan, lanes if self._pad_decode else num_decode)
+        if lanes:
+            arrays["decode"] = decode_inputs(plan.decode_rows, lanes)
         if len(plan.grants.rows):
             arrays |= self._rows.grant_arrays(plan.grants)
-        if plan.prefill.count:
-            arrays |= _prefill_arrays(plan.prefill)
-        sent = upload(arrays, self._rows.device)
-        return SentPlan(sent.pop("decode", None), sent)
+        whole, sent = upload(arrays, self._rows.device)
+        return SentPlan(sent.pop("decode", None), sent, whole)
 
-    def batch(self, plan: StepPlan, sent: SentPlan) -> ForwardBatch:
+    def batch(self, sent: SentPlan, num_decode: int, prefill: PrefillPart | None) -> ForwardBatch:
         """Advance the decode rows and join them with the prompt chunks.
 
         `logits_index` lists the tokens of `plan.sample_rows` and then, if prompt log-probabilities are
         wanted, the token before each of `plan.logprobs.prompt_targets`.
         """
         ids, positions, slots = [], [], []
-        num_decode = self._num_lanes(len(plan.decode_rows))
-        decode = None
+        decode, num_lanes = None, 0
         if sent.decode is not None:
             buffers = self.advance(sent.decode)
-            decode = self._decode_part(buffers, num_decode)
+            num_lanes = buffers.bucket if self._pad_decode else num_decode
+            decode = self._decode_part(buffers, num_lanes)
             ids.append(self._rows.last_tokens[decode.rows].long())
-            positions.append(buffers.positions[:num_decode])
-            slots.append(buffers.slot_mapping[:num_decode])
-        if plan.prefill.count:
+            positions.append(buffers.positions[:num_lanes])
+            slots.append(buffers.slot_mapping[:num_lanes])
+        if prefill is not None:
             ids.append(sent.arrays["input_ids"])
             positions.append(sent.arrays["positions"])
             slots.append(sent.arrays["slots"])
@@ -144,9 +134,9 @@ class BatchBuilder:
             slot_mapping=_joined(slots, self._rows.device),
             req_to_token=self._rows.req_to_token,
             logits_index=sent.arrays["logits_index"],
-            num_decode=num_decode,
+            num_decode=num_lanes,
             decode=decode,
-            prefill=_prefill_part(plan.prefill, sent.arrays),
+            prefill=prefill,
         )
 
     def decode_batch(self, bucket: int) -> ForwardBatch:
@@ -168,12 +158,12 @@ class BatchBuilder:
 
         inputs: [4 + bucket] int32, as `SentPlan.decode`. Reads nothing on the host, but for `indices`.
         """
-        bucket = len(inputs) - _HEADER
+        bucket = len(inputs) - HEADER
         if bucket not in self._buffers:
             self._buffers[bucket] = self._allocate(bucket)
         buffers = self._buffers[bucket]
         step_prep(
-            inputs[_HEADER:],
+            inputs[HEADER:],
             inputs[:1],
             self._rows.seq_lens,
             self._rows.req_to_token,
@@ -207,47 +197,6 @@ class BatchBuilder:
             last_page_len=buffers.last_page_len[:num_lanes],
         )
 
-    def _lanes(self, rows: Int32) -> Int32:
-        lanes = np.zeros(_HEADER + bucket_of(len(rows), self._buckets), np.int32)
-        lanes[0] = len(rows)
-        lanes[_HEADER : _HEADER + len(rows)] = rows
-        return lanes
-
-    def _num_lanes(self, num_rows: int) -> int:
-        return bucket_of(num_rows, self._buckets) if self._pad_decode and num_rows else num_rows
-
-    def _check(self, plan: StepPlan) -> None:
-        """A wrong index would overwrite a neighbour on the CPU and kill the process on CUDA."""
-        prefill, grants, step = plan.prefill, plan.grants, plan.step_id
-        num_rows, num_slots = self._rows.num_rows, self._num_pages * self._page_size
-        for name, rows in (
-            ("decode", plan.decode_rows),
-            ("sampled", plan.sample_rows),
-            ("entering", plan.entering.rows),
-            ("granted", grants.rows),
-            ("prompt", prefill.rows),
-        ):
-            _check_range(f"step {step}: {name} row", rows, 1, num_rows)
-        _check_range(f"step {step}: page", grants.page_ids, 1, self._num_pages)
-        _check_range(f"step {step}: page number", grants.page_index, 0, self._rows.max_context)
-        _check_range(f"step {step}: slot", prefill.slots, self._page_size, num_slots)
-        _check_range(f"step {step}: chunk start", prefill.starts, 0, self._rows.max_context)
-        ends = prefill.starts + prefill.lens
-        _check_range(f"step {step}: chunk end", ends, 1, self._rows.max_context + 1)
-        if not len(prefill.slots) == len(prefill.input_ids) == int(prefill.lens.sum()):
-            raise EngineError(
-                f"step {step}: prompt chunks of {int(prefill.lens.sum())} tokens in all carry "
-                f"{len(prefill.input_ids)} ids and {len(prefill.slots)} slots"
-            )
-        if len(plan.sample_rows) != len(plan.decode_rows) + int(prefill.is_last.sum()):
-            raise EngineError(f"step {step}: sample_rows does not list the decode rows and the last chunks")
-
-
-def _check_range(what: str, values: Int32, low: int, end: int) -> None:
-    if len(values) and (values.min() < low or values.max() >= end):
-        bad = values[(values < low) | (values >= end)][0]
-        raise EngineError(f"{what} {bad} is outside [{low}, {end})")
-
 
 def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if not parts:
@@ -255,23 +204,8 @@ def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _prefill_arrays(prefill: PrefillChunks) -> dict[str, Int32 | Int64]:
-    tokens = PromptTokens.of(prefill)
-    indptr = np.zeros(prefill.count + 1, np.int32)
-    np.cumsum(prefill.lens, out=indptr[1:])
-    return {
-        "input_ids": prefill.input_ids.astype(np.int64),
-        "positions": tokens.positions,
-        "slots": prefill.slots.astype(np.int64),
-        "token_rows": tokens.rows.astype(np.int64),
-        "chunk_rows": prefill.rows.astype(np.int64),
-        "chunk_starts": prefill.starts,
-        "chunk_ends": prefill.starts + prefill.lens,
-        "chunk_indptr": indptr,
-    }
-
-
-def _prefill_part(prefill: PrefillChunks, arrays: dict[str, torch.Tensor]) -> PrefillPart | None:
+def prefill_part(prefill: PrefillChunks, arrays: dict[str, torch.Tensor]) -> PrefillPart | None:
+    """The chunks of a plan, whose arrays were sent; None without any."""
     if not prefill.count:
         return None
     return PrefillPart(
@@ -280,22 +214,5 @@ def _prefill_part(prefill: PrefillChunks, arrays: dict[str, torch.Tensor]) -> Pr
         lens=prefill.lens.tolist(),
         device_starts=arrays["chunk_starts"],
         indptr=arrays["chunk_indptr"],
+        longest=int(prefill.lens.max()),
     )
-
-
-def _logits_index(plan: StepPlan, num_lanes: int) -> Int64:
-    """[s + prompt targets] int64: tokens of the step whose logits are wanted."""
-    ends = num_lanes + np.cumsum(plan.prefill.lens, dtype=np.int64)
-    parts = [np.arange(len(plan.decode_rows), dtype=np.int64), ends[plan.prefill.is_last] - 1]
-    if plan.logprobs is not None:
-        parts.append(_before_targets(plan.logprobs, plan.prefill, ends))
-    return np.concatenate(parts)
-
-
-def _before_targets(logprobs: LogprobPlan, prefill: PrefillChunks, ends: Int64) -> Int64:
-    """Index in the step of the token before each prompt target."""
-    chunks = logprobs.prompt_chunk
-    counts = np.diff(logprobs.prompt_indptr)
-    first = (ends - prefill.lens)[chunks] + logprobs.prompt_start - 1 - prefill.starts[chunks]
-    offset = np.arange(len(logprobs.prompt_targets)) - np.repeat(logprobs.prompt_indptr[:-1], counts)
-    return np.asarray(np.repeat(first, counts) + offset, np.int64)

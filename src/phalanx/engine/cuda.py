@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from phalanx.attention.base import AttentionBackend
+from phalanx.attention.base import AttentionBackend, ForwardBatch, PrefillPart
 from phalanx.config.groups import Settings
 from phalanx.core.step import Int32, LogprobPlan, StepPlan, TokenLogprobs
-from phalanx.engine.batch import BatchBuilder, SentPlan
-from phalanx.engine.buckets import decode_buckets
+from phalanx.engine.batch import BatchBuilder, SentPlan, prefill_part
+from phalanx.engine.buckets import LONGEST_CHUNK, MixedShape, MixedShapes, decode_buckets
 from phalanx.engine.engine import Model
-from phalanx.engine.graphs import DecodeGraphs
+from phalanx.engine.graphs import StepGraphs
+from phalanx.engine.plan_arrays import HEADER
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
 from phalanx.engine.warm_up import padding_chunk
@@ -30,6 +32,7 @@ from phalanx.sampling.sampler import Sampler
 from phalanx.sampling.tensors import to_device
 
 _CHUNK_LENGTHS = (1, 16, 64)  # prompts that run every variant of the prefill kernel once
+_T = TypeVar("_T")
 _EAGER_LINES = 512  # logits that the eager sampler copies at a time
 
 
@@ -37,7 +40,8 @@ class CudaEngine:
     """Owns the device state of all rows and runs steps in the order launched, on one stream.
 
     Decode rows always fill a whole bucket, padded with row 0. A step of decode rows alone replays the CUDA
-    graph of its bucket where there is one; a step with prompt chunks runs eagerly.
+    graph of its bucket where there is one; so does a step with a few short prompt chunks. Other steps run
+    eagerly: prompts of their size keep the device busy for longer than the host takes to queue them.
 
     Args:
         settings: everything settled.
@@ -70,33 +74,64 @@ class CudaEngine:
             pad_decode=True,
             indices=settings.engine.kv_indices_backend,
         )
+        self._prepare_inside = settings.engine.kv_indices_backend in (None, "fused")
+        self._mixed_shapes = MixedShapes([b for b in self._buckets if b <= self._largest_graph])
+        shapes = self._mixed_shapes.all() if self._prepare_inside else []
+        self._wanted_shapes = shapes
         # One for all steps and graphs: at 4096 rows of 150,000 logits it takes over a gigabyte.
-        self._logits = torch.empty(self._buckets[-1], vocab_size, dtype=pool.k[0].dtype, device=device)
+        lines = self._buckets[-1] + max((shape.chunks for shape in shapes), default=0)
+        self._logits = torch.empty(lines, vocab_size, dtype=pool.k[0].dtype, device=device)
         self._stream = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device, priority=-1)  # log-probabilities: off the way of steps
-        self._graphs = DecodeGraphs(
-            self._batches.advance,
-            self._compute,
-            prepare_inside=settings.engine.kv_indices_backend in (None, "fused"),
-        )
+        self._graphs = StepGraphs()
         torch.cuda.synchronize(device)  # what was made on other streams is complete
 
     def warm_up(self, *, progress: bool) -> None:
-        """Run every bucket once on padding rows, so that kernels are compiled, and capture the graphs.
+        """Run every kind of step once on padding rows, so that kernels are compiled, and capture the graphs.
 
         progress: draw a bar on standard error.
         """
-        title = "capturing decode steps" if self._max_graph_rows else "warming up"
+        title = "capturing steps" if self._max_graph_rows else "warming up"
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for bucket in _with_bar(self._buckets[::-1], title, progress):
-                inputs = torch.zeros(4 + bucket, dtype=torch.int32, device=self._device)
-                self._decode(inputs)
-                if bucket <= self._largest_graph:
-                    self._graphs.capture(inputs, bucket)
             for length in _CHUNK_LENGTHS:
                 plan = padding_chunk(min(length, self._rows.max_context))
                 self._mixed(plan, self._batches.copy(plan))
+            for size in _with_bar([*self._buckets[::-1], *self._wanted_shapes], title, progress):
+                if isinstance(size, MixedShape):
+                    self._capture_mixed(size)
+                else:
+                    self._capture_decode(size)
         torch.cuda.synchronize(self._device)
+
+    def _capture_decode(self, bucket: int) -> None:
+        inputs = torch.zeros(HEADER + bucket, dtype=torch.int32, device=self._device)
+        self._decode(inputs)
+        if bucket > self._largest_graph:
+            return
+        if self._prepare_inside:
+            self._graphs.capture(bucket, inputs, lambda: self._decode(inputs))
+        else:
+            before = functools.partial(self._batches.advance, inputs)
+            self._graphs.capture(bucket, inputs, lambda: self._compute(bucket), before)
+
+    def _capture_mixed(self, shape: MixedShape) -> None:
+        sent = self._batches.copy(padding_chunk(1), shape)
+        assert sent.whole is not None
+
+        def step() -> Sampled:
+            arrays = sent.arrays
+            part = PrefillPart(
+                rows=arrays["chunk_rows"],
+                starts=[],
+                lens=[],
+                device_starts=arrays["chunk_starts"],
+                indptr=arrays["chunk_indptr"],
+                longest=LONGEST_CHUNK,
+            )
+            return self._run_mixed(sent, self._batches.batch(sent, shape.lanes, part), keep_hidden=False)
+
+        step()
+        self._graphs.capture(shape, sent.whole, step)
 
     def launch(self, plan: StepPlan) -> CudaHandle | FailedHandle:
         """Queue a step and return. The plan's arrays belong to the engine from here on.
@@ -122,11 +157,16 @@ class CudaEngine:
         return next((b for b in self._buckets if b >= self._max_graph_rows), 0) if self._max_graph_rows else 0
 
     def _launch(self, plan: StepPlan) -> CudaHandle:
-        sent = self._batches.send(plan)
-        if plan.prefill.count or sent.decode is None:
+        shape = self._mixed_shape(plan)
+        sent = self._batches.send(plan, shape)
+        if shape is not None:
+            inputs = sent.whole
+            assert inputs is not None
+            sampled = self._graphs.replay(shape, inputs)
+        elif plan.prefill.count or sent.decode is None:
             sampled = self._mixed(plan, sent)
-        elif len(sent.decode) in self._graphs:
-            sampled = self._graphs.replay(sent.decode)
+        elif len(sent.decode) - HEADER in self._graphs:
+            sampled = self._graphs.replay(len(sent.decode) - HEADER, sent.decode)
         else:
             sampled = self._decode(sent.decode)
         self._sample_eagerly(plan, sent, sampled)
@@ -157,15 +197,34 @@ class CudaEngine:
         self._rows.store_sampled(batch.decode.rows, sampled.tokens)
         return sampled
 
+    def _mixed_shape(self, plan: StepPlan) -> MixedShape | None:
+        """The captured step that this one fits into, if it has prompt chunks and there is one."""
+        prefill = plan.prefill
+        if not prefill.count or not self._wanted_shapes:
+            return None
+        if plan.logprobs is not None and len(plan.logprobs.prompt_targets):
+            return None
+        shape = self._mixed_shapes.fit(
+            num_decode=len(plan.decode_rows),
+            num_tokens=len(prefill.input_ids),
+            num_chunks=prefill.count,
+            longest=int(prefill.lens.max()),
+        )
+        return shape if shape in self._graphs else None
+
     def _mixed(self, plan: StepPlan, sent: SentPlan) -> Sampled:
-        """A step with prompt chunks."""
-        hidden = self._model.forward(self._batches.batch(plan, sent), self._pool, self._attn)
-        num_sampled = len(plan.sample_rows)
-        logits = self._logits[:num_sampled]
-        if num_sampled:
-            self._model.logits(hidden[:num_sampled], logits)
-        sampled = Sampled.empty(logits, hidden)
+        """A step with prompt chunks, eagerly."""
+        part = prefill_part(plan.prefill, sent.arrays)
+        batch = self._batches.batch(sent, len(plan.decode_rows), part)
+        return self._run_mixed(sent, batch, keep_hidden=True)
+
+    def _run_mixed(self, sent: SentPlan, batch: ForwardBatch, *, keep_hidden: bool) -> Sampled:
         rows, table = sent.arrays["sample_rows"], self._sampling
+        hidden = self._model.forward(batch, self._pool, self._attn)
+        logits = self._logits[: len(rows)]
+        if len(rows):
+            self._model.logits(hidden[: len(rows)], logits)
+        sampled = Sampled.empty(logits, hidden if keep_hidden else None)
         sample(
             logits,
             table.temperature,
@@ -239,7 +298,7 @@ class CudaEngine:
             return output, prompt_logprobs(hidden, self._model.logits, wanted)
 
 
-def _with_bar(items: list[int], title: str, progress: bool) -> Iterator[int]:
+def _with_bar(items: list[_T], title: str, progress: bool) -> Iterator[_T]:
     """Yield the items, with a bar on standard error that counts them."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

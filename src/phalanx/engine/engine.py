@@ -11,7 +11,7 @@ from phalanx.attention.base import AttentionBackend, ForwardBatch
 from phalanx.config.groups import Settings
 from phalanx.core.errors import EngineError
 from phalanx.core.step import StepPlan, StepResult
-from phalanx.engine.batch import BatchBuilder
+from phalanx.engine.batch import BatchBuilder, prefill_part
 from phalanx.engine.buckets import power_of_two_buckets
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.kvcache.pool import KVPool
@@ -102,7 +102,8 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
             sent = self._batches.send(plan)
-            batch = self._batches.batch(plan, sent)
+            prefill = prefill_part(plan.prefill, sent.arrays)
+            batch = self._batches.batch(sent, len(plan.decode_rows), prefill)
             hidden = self._model.forward(batch, self._pool, self._attn)
             num_sampled = len(plan.sample_rows)
             logits = self._model.logits(hidden[:num_sampled])

@@ -1,8 +1,8 @@
-"""CUDA graphs of whole decode steps, one per bucket of rows."""
+"""CUDA graphs of whole steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -12,63 +12,62 @@ from phalanx.engine.sampled import Sampled
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph, the input it reads ([4 + bucket] int32) and the output it writes."""
+    """A graph, the input it reads, the output it writes, and what must run before each replay."""
 
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor
     sampled: Sampled
+    before: Callable[[], object] | None
 
 
-class DecodeGraphs:
-    """Captures decode steps per bucket and replays them.
+class StepGraphs:
+    """Captures steps by size and replays them.
 
     All graphs share one memory pool: they run one after the other, so that what one of them computes with
     needs no memory of its own. Capture the largest first: then the smaller ones find room in what it took.
-
-    Args:
-        prepare: fills a bucket's buffers from its inputs.
-        compute: runs the model over the buffers of a bucket of this size and samples.
-        prepare_inside: `prepare` is captured too. Else it runs before each replay, for what reads lengths on
-            the host.
     """
 
-    def __init__(
-        self,
-        prepare: Callable[[torch.Tensor], object],
-        compute: Callable[[int], Sampled],
-        *,
-        prepare_inside: bool,
-    ) -> None:
-        self._prepare = prepare
-        self._compute = compute
-        self._prepare_inside = prepare_inside
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, CapturedStep] = {}
+        self._captured: dict[Hashable, CapturedStep] = {}
 
-    def __contains__(self, num_inputs: object) -> bool:
-        return num_inputs in self._captured
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
 
-    def capture(self, inputs: torch.Tensor, bucket: int) -> None:
-        """Capture the step over these inputs; it must have run once before, so that kernels are loaded.
+    def capture(
+        self,
+        key: Hashable,
+        inputs: torch.Tensor,
+        step: Callable[[], Sampled],
+        before: Callable[[], object] | None = None,
+    ) -> None:
+        """Capture what `step` launches; its kernels must have run once before, so that they are loaded.
 
-        inputs: [4 + bucket] int32; the graph keeps reading this memory. Not on the default stream.
+        The current stream must not be the default one.
+
+        Args:
+            key: names the graph.
+            inputs: what the step reads and `replay` fills; the graph keeps it.
+            step: queues the step.
+            before: runs before each replay, outside the graph.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            if self._prepare_inside:
-                self._prepare(inputs)
-            sampled = self._compute(bucket)
+            sampled = step()
         finally:
             graph.capture_end()
-        self._captured[len(inputs)] = CapturedStep(graph, inputs, sampled)
+        self._captured[key] = CapturedStep(graph, inputs, sampled, before)
 
-    def replay(self, inputs: torch.Tensor) -> Sampled:
-        """Run the step on a copy of `inputs`. The result is overwritten by the bucket's next replay."""
-        captured = self._captured[len(inputs)]
-        captured.inputs.copy_(inputs, non_blocking=True)
-        if not self._prepare_inside:
-            self._prepare(captured.inputs)
+    def replay(self, key: Hashable, inputs: torch.Tensor) -> Sampled:
+        """Run a step on a copy of `inputs`, of which what is longer than the captured input is left out.
+
+        The result is overwritten by the graph's next replay.
+        """
+        captured = self._captured[key]
+        captured.inputs.copy_(inputs[: len(captured.inputs)], non_blocking=True)
+        if captured.before is not None:
+            captured.before()
         captured.graph.replay()
         return captured.sampled

@@ -12,14 +12,19 @@ _ALIGNMENT = 256  # bytes; Triton compiles for alignment, and a view of any dtyp
 _DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
-def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
+def upload(
+    arrays: dict[str, npt.NDArray[Any]], device: torch.device
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """Copies of one-dimensional int32 and int64 host arrays, by name, of the same dtypes.
+
+    Returns the uint8 tensor that all of them are views of, in the order of `arrays` (None on the CPU, where
+    each is a tensor of its own), and the copies. Arrays of the same sizes lie at the same places.
 
     On CUDA all of them go through one pinned buffer and one copy on the current stream; the host waits for
     nothing. torch reuses a pinned buffer only when the copies out of it are done.
     """
     if device.type != "cuda":
-        return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+        return None, {name: torch.tensor(array, device=device) for name, array in arrays.items()}
     places, end = {}, 0
     for name, array in arrays.items():
         places[name] = end
@@ -29,7 +34,7 @@ def upload(arrays: dict[str, npt.NDArray[Any]], device: torch.device) -> dict[st
     for name, array in arrays.items():
         raw[places[name] : places[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
     whole = host.to(device, non_blocking=True)
-    return {
+    return whole, {
         name: whole[places[name] : places[name] + array.nbytes].view(_DTYPES[array.dtype.name])
         for name, array in arrays.items()
     }
