@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish
 from phalanx.text.detokenizer import Detokenizer
 from phalanx.text.output import FinishReason, TextDelta, TextStream
-from phalanx.text.stop_strings import StopMatcher, stop_automaton
+from phalanx.text.stop_strings import StopMatcher, _Progress
 from phalanx.text.tokenizer import Tokenizer
 from tests.unit import tiny_tokenizers
 
@@ -249,13 +250,41 @@ def test_unknown_finish_is_refused() -> None:
         stream_of().push([1], 9)
 
 
-def test_streams_share_automata_but_not_progress() -> None:
+def test_streams_of_equal_stops_keep_their_own_progress() -> None:
     first, second = stream_of(stop=("ab",)), stream_of(stop=("ab",))
-    assert stop_automaton(("ab",)) is stop_automaton(("ab",))
     assert first.push(spell("a")).text == ""
     assert second.push(spell("b")).text == "b"
     assert first.push(spell("b")).finish_reason == FinishReason("stop", "ab")
     assert second.finish_reason is None
+
+
+def test_a_stop_given_twice_is_one() -> None:
+    matcher = StopMatcher(("ab", "ab", "b!"), keep_match=False)
+    assert [matcher.feed(text) for text in ("x", "a", "c", "ab")] == [
+        ("x", None),
+        ("", None),
+        ("ac", None),
+        ("", "ab"),
+    ]
+
+
+def test_no_stops_and_empty_stops_are_refused() -> None:
+    for stops in ((), ("",), ("a", "")):
+        with pytest.raises(ValueError, match="non-empty"):
+            StopMatcher(stops, keep_match=False)
+
+
+def test_long_stops_cost_memory_only_as_far_as_the_text_follows_them() -> None:
+    """Thousands of requests, each with its own long stop strings, and all of them kept."""
+    stops = [(f"{i:05}" * 800, "x" * 90) for i in range(10, 99)]  # all begin with three zeros
+    tracemalloc.start()
+    try:
+        matchers = [StopMatcher(stop, keep_match=False) for stop in stops]
+        assert all(matcher.feed("0" * 9) == ("0" * 6, None) for matcher in matchers)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak / len(matchers) < 2_000
 
 
 @pytest.mark.parametrize(
@@ -266,11 +295,10 @@ def test_stops_are_not_patterns(stop: str) -> None:
     assert stream.push(spell(f"xyz{stop}w")) == TextDelta("xyz", 3 + len(stop), FinishReason("stop", stop))
 
 
-def test_long_periodic_stop_is_linear() -> None:
+@pytest.mark.parametrize("piece", ["a" * 1999 + "c", "a" * 2000, "a"])
+def test_long_periodic_stop_is_linear(piece: str) -> None:
     """Many equal letters restart the match over and over; each letter still costs a step or two."""
     steps = 0
-    automaton = stop_automaton(("a" * 2000 + "b",))
-    original = automaton._fail
 
     class Counting(list[int]):
         def __getitem__(self, index):  # type: ignore[no-untyped-def,override]
@@ -278,12 +306,12 @@ def test_long_periodic_stop_is_linear() -> None:
             steps += 1
             return super().__getitem__(index)
 
-    automaton._fail = Counting(original)
-    try:
-        assert automaton.scan(0, "a" * 20000) == (2000, -1)
-    finally:
-        automaton._fail = original
-    assert steps <= 20000
+    progress = _Progress("a" * 2000 + "b")
+    progress.fail = Counting(progress.fail)
+    text = piece * (20_000 // len(piece))
+    assert progress.read(text, len(text)) == -1
+    assert progress.matched == (0 if piece[-1] == "c" else 2000)
+    assert steps <= 2 * len(text) + 2 * 2000  # of reading, and of growing the table
 
 
 @pytest.mark.smollm2

@@ -3,101 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
-
-
-class StopAutomaton:
-    """Aho-Corasick automaton over the stop strings of a request; immutable, shared by all its streams.
-
-    A match is the first one to complete, reading character by character; of those that complete at the same
-    character, the longest. So the cut depends on the text alone, not on how it was split into tokens.
-
-    Attributes:
-        depth: [num_states] length of the longest suffix of the text read so far that begins a stop string.
-        find_first: finds the first character of a text that begins any stop string (`re.Pattern.search`).
-        match_len: [num_states] length of the longest stop string that ends in this state, 0 for none.
-    """
-
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        if not stops or any(not stop for stop in stops):
-            raise ValueError("stop strings must be non-empty")
-        self._next: list[dict[str, int]] = [{}]
-        self._fail = [0]
-        self.depth = [0]
-        self.match_len = [0]
-        for stop in stops:
-            self._insert(stop)
-        self._link()
-        # From the start state nothing but these characters matters: one C-level scan skips the rest.
-        self.find_first = re.compile("[" + "".join(re.escape(c) for c in self._next[0]) + "]").search
-
-    def _insert(self, stop: str) -> None:
-        state = 0
-        for char in stop:
-            target = self._next[state].get(char)
-            if target is None:
-                target = len(self._next)
-                self._next[state][char] = target
-                self._next.append({})
-                self._fail.append(0)
-                self.depth.append(self.depth[state] + 1)
-                self.match_len.append(0)
-            state = target
-        self.match_len[state] = len(stop)
-
-    def _link(self) -> None:
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            for char, target in self._next[state].items():
-                self._fail[target] = self._step(self._fail[state], char)
-                if not self.match_len[target]:
-                    self.match_len[target] = self.match_len[self._fail[target]]
-                queue.append(target)
-
-    def _step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._fail[state]
-        return self._next[state].get(char, 0)
-
-    def scan(self, state: int, text: str) -> tuple[int, int]:
-        """Read `text` from `state`; returns (new state, end), end -1 or where in `text` a match completed."""
-        position, length = 0, len(text)
-        while position < length:
-            if not state:
-                first = self.find_first(text, position)
-                if first is None:
-                    return 0, -1
-                position = first.start()
-            state = self._step(state, text[position])
-            position += 1
-            if self.match_len[state]:
-                return state, position
-        return state, -1
-
-
-@lru_cache(maxsize=1024)
-def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of these stop strings; requests that share them share it."""
-    return StopAutomaton(stops)
 
 
 class StopMatcher:
     """Follows one text. What could be the beginning of a stop string is held back.
 
+    A match is the first one to complete, reading character by character; of those that complete at the same
+    character, the longest. So the cut depends on the text alone, not on how it was split into tokens.
+
+    Each stop string that the text has begun is followed by itself, after Knuth, Morris and Pratt, with a
+    table that grows only as far as the text has come. So a matcher costs next to nothing until then, however
+    long its stop strings are, and each character is read in constant time on average.
+
     Args:
         stops: non-empty strings.
         keep_match: the text keeps the stop string itself (`no_stop_trim`).
+
+    Raises:
+        ValueError: no stop strings, or an empty one.
     """
 
-    __slots__ = ("_automaton", "_find_first", "_held", "_keep_match", "_state")
+    __slots__ = ("_begun", "_find_first", "_held", "_keep_match", "_stops")
 
     def __init__(self, stops: tuple[str, ...], *, keep_match: bool) -> None:
-        self._automaton = stop_automaton(stops)
-        self._find_first = self._automaton.find_first
+        if not stops or not all(stops):
+            raise ValueError("stop strings must be non-empty")
+        self._stops = stops if len(stops) == 1 else tuple(dict.fromkeys(stops))
+        self._find_first = _finder("".join([stop[0] for stop in stops]))
         self._keep_match = keep_match
-        self._state = 0
+        self._begun: dict[str, _Progress] = {}
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -105,25 +41,94 @@ class StopMatcher:
 
         With a match, what is shown ends there, nothing is held, and the matcher must not be fed again.
         """
-        if not self._state and self._find_first(text) is None:
+        if not self._held and not self._find_first(text):
             return text, None
-        automaton = self._automaton
-        state, end = automaton.scan(self._state, text)
-        if end < 0:
-            self._state = state
-            num_held = automaton.depth[state]
-            # Never negative: the held suffix is part of what was held before plus `text`.
-            text = self._held + text
-            shown = len(text) - num_held
-            self._held = text[shown:]
-            return text[:shown], None
+        matched, end = self._read(text)
         end += len(self._held)
         text = self._held + text
-        start = end - automaton.match_len[state]
-        self._held = ""
-        return text[: end if self._keep_match else start], text[start:end]
+        if matched is not None:
+            self._held = ""
+            return text[: end if self._keep_match else end - len(matched)], matched
+        num_held = max((progress.matched for progress in self._begun.values()), default=0)
+        # Never negative: the held suffix is part of what was held before plus what was read now.
+        shown = len(text) - num_held
+        self._held = text[shown:]
+        return text[:shown], None
+
+    def _read(self, text: str) -> tuple[str | None, int]:
+        """The stop string that completes first and where in `text` it ends, or (None, 0)."""
+        matched, limit = None, len(text)
+        begun: dict[str, _Progress] = {}
+        for stop in self._stops:
+            progress = self._begun.get(stop)
+            if progress is None:
+                if text.find(stop[0], 0, limit) < 0:
+                    continue
+                progress = _Progress(stop)
+            end = progress.read(text, limit)
+            if end >= 0:
+                if matched is None or end < limit or len(stop) > len(matched):
+                    matched, limit = stop, end
+            elif progress.matched:
+                begun[stop] = progress
+        self._begun = begun
+        return matched, limit if matched is not None else 0
 
     def flush(self) -> str:
         """What was held back, when no more text will come."""
-        held, self._held, self._state = self._held, "", 0
+        held, self._held = self._held, ""
+        self._begun.clear()
         return held
+
+
+class _Progress:
+    """How much of one stop string the text read so far ends with.
+
+    matched: characters of it; less than all of it before a match.
+    fail: fail[k], for k up to the largest `matched` so far, is the length of the longest text shorter than k
+        that the stop string's first k characters begin and end with.
+    """
+
+    __slots__ = ("fail", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self.fail = [0, 0]
+
+    def read(self, text: str, limit: int) -> int:
+        """Read text[:limit]; returns where the stop string is complete, or -1."""
+        stop, fail, matched, position = self.stop, self.fail, self.matched, 0
+        while position < limit:
+            if matched:
+                char = text[position]
+                while matched and stop[matched] != char:
+                    matched = fail[matched]
+                matched += stop[matched] == char
+            else:  # nothing but its first character matters: one search in C skips the rest
+                position = text.find(stop[0], position, limit)
+                if position < 0:
+                    break
+                matched = 1
+            position += 1
+            if matched == len(stop):
+                self.matched = matched
+                return position
+            if matched == len(fail):
+                self._grow()
+        self.matched = matched
+        return -1
+
+    def _grow(self) -> None:
+        """One more entry of the table."""
+        stop, fail = self.stop, self.fail
+        char, border = stop[len(fail) - 1], fail[-1]
+        while border and stop[border] != char:
+            border = fail[border]
+        fail.append(border + (stop[border] == char))
+
+
+@lru_cache(maxsize=256)
+def _finder(chars: str) -> Callable[[str], re.Match[str] | None]:
+    """Finds the first character of a text that is one of `chars`."""
+    return re.compile("[" + "".join(map(re.escape, chars)) + "]").search
