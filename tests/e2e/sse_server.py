@@ -38,7 +38,7 @@ class Reply:
     """A status, the timed pieces of its body, and how the body is framed.
 
     framing: "chunked", "length", "close" (the body ends with the connection) or "silent" (not even a head).
-    hold: nobody is answered until this many requests have come.
+    hold: the answer waits until this many requests have come.
     """
 
     steps: list[Step]
@@ -68,22 +68,30 @@ def json_reply(value: object, status: int = 200) -> Reply:
     return Reply([Step(0, json.dumps(value).encode())], status=status, framing="length")
 
 
-def steady(num_tokens: int, interval_ms: float) -> Reply:
-    """`num_tokens` events of one word each, `interval_ms` apart, then [DONE]."""
+def steady(num_tokens: int, interval_ms: float, first_ms: float | None = None) -> Reply:
+    """`num_tokens` events of one word each, `interval_ms` apart, then [DONE].
+
+    The first comes after `first_ms` (None: one interval).
+    """
+    first_ms = interval_ms if first_ms is None else first_ms
     events = [native_event("w " * n, n) for n in range(1, num_tokens + 1)]
-    steps = [Step(interval_ms * n, event) for n, event in enumerate(events, 1)]
-    return Reply([*steps, Step(interval_ms * num_tokens, DONE)])
+    steps = [Step(first_ms + interval_ms * n, event) for n, event in enumerate(events)]
+    return Reply([*steps, Step(steps[-1].at_ms, DONE)])
 
 
 @dataclass
 class Server:
-    """A running server. `requests` holds (path, body) of every POST; `num_open` connections are open now."""
+    """A running server. `requests` holds (path, body) of every POST; `num_open` connections are open now.
+
+    With `gauges` (running, queued) there is a /metrics page.
+    """
 
     respond: Respond
     port: int = 0
     requests: list[tuple[str, dict]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
-    held: list[Callable[[], None]] = field(default_factory=list)
+    held: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    gauges: tuple[int, int] | None = None
     num_open: int = 0
     num_accepted: int = 0
 
@@ -130,15 +138,21 @@ class _Connection(asyncio.Protocol):
             return self._start(json_reply({"data": [{"id": "fake-model"}]}))
         if path == "/server_info":
             return self._start(json_reply({"version": "fake", "internal_states": [{}]}))
+        if path == "/metrics" and server.gauges is not None:
+            running, queued = server.gauges
+            page = f"sglang:num_running_reqs {running}\nsglang:num_queue_reqs {queued}\n"
+            return self._start(Reply([Step(0, page.encode())], framing="length"))
+        if method == "GET":
+            return self._start(json_reply({"error": "no such route"}, status=404))
         parsed = json.loads(body) if body else {}
         server.requests.append((path, parsed))
         server.heads.append(head)
         reply = server.respond(path, parsed, len(server.requests) - 1)
-        server.held.append(functools.partial(self._start, reply))
-        if len(server.requests) >= reply.hold:
-            for start in server.held:
-                start()
-            server.held.clear()
+        server.held.append((reply.hold, functools.partial(self._start, reply)))
+        due = [start for hold, start in server.held if hold <= len(server.requests)]
+        server.held = [(hold, start) for hold, start in server.held if hold > len(server.requests)]
+        for start in due:
+            start()
 
     def _start(self, reply: Reply) -> None:
         head = [f"HTTP/1.1 {reply.status} X", "Content-Type: text/event-stream"]
@@ -218,11 +232,12 @@ def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-tokens", type=int, default=16)
     parser.add_argument("--interval-ms", type=float, default=5.0)
+    parser.add_argument("--first-ms", type=float, help="default: one interval")
     parser.add_argument("--hold", type=int, default=0)
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    reply = dataclasses.replace(steady(args.num_tokens, args.interval_ms), hold=args.hold)
+    reply = dataclasses.replace(steady(args.num_tokens, args.interval_ms, args.first_ms), hold=args.hold)
     with serving(lambda path, body, nth: reply) as server:
         print(server.port, flush=True)
         sys.stdin.read()

@@ -105,12 +105,11 @@ def run_fleet(
         pool = SlotPool(min(load.max_concurrency, len(load.requests)) - own)
     with _children(jobs, pool) as children:
         connections = [connection for _, connection in children]
-        for _ in _gather(children, "ready", time.monotonic() + _START_TIMEOUT_S, None):
-            pass
+        _gather(children, "ready", time.monotonic() + _START_TIMEOUT_S, None)
         begin_at = time.perf_counter() + _START_MARGIN_S
         for connection in connections:
             connection.send(begin_at)
-        results = list(_gather(children, "result", math.inf, on_progress))
+        results = _gather(children, "result", math.inf, on_progress)
     return join_results(results)
 
 
@@ -190,8 +189,9 @@ def _children(jobs: list[Job], pool: SlotPool | None) -> Iterator[list[_Child]]:
 
 def _gather(
     children: list[_Child], kind: str, deadline: float, on_progress: Callable[[int, int], None] | None
-) -> Iterator[Any]:
-    """Yield each child's message of this kind; progress is summed over the children and shown."""
+) -> list[Any]:
+    """Return each child's message of this kind; progress is summed over the children and shown."""
+    values: list[Any] = [None] * len(children)
     progress = np.zeros((len(children), 2), np.int64)
     open_ones = {connection: number for number, (_, connection) in enumerate(children)}
     while open_ones:
@@ -204,12 +204,13 @@ def _gather(
             got, value = _receive(children[number], number)
             if got == kind:
                 del open_ones[connection]  # type: ignore[arg-type]
-                yield value
+                values[number] = value
             elif got == "error":
                 raise BenchError(value[0], exit_code=value[1])
             elif on_progress is not None:
                 progress[number] = value
                 on_progress(*progress.sum(0).tolist())
+    return values
 
 
 def _receive(child: _Child, number: int) -> tuple[str, Any]:
