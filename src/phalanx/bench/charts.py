@@ -59,6 +59,12 @@ def _svg(salt: str, draw: Callable[[Any], None]) -> str:
     return text[text.index("<svg") :]
 
 
+def _legend(axis: Any) -> None:
+    """A legend, unless nothing was drawn (no run had a success)."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
+
+
 def _from_zero(axis: Any) -> None:
     """Let the vertical axis begin at 0: a cut axis makes small differences look large."""
     top = float(axis.dataLim.y1)
@@ -101,7 +107,7 @@ def _percentiles(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> N
         axis.set_xticks(range(len(lines)), labels, rotation=60, fontsize=7)
         axis.set_title(f"{title} (ms)", fontsize=9)
         _from_zero(axis)
-    axis.legend(fontsize=7)
+    _legend(axis)
 
 
 def _distributions(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> None:
@@ -112,7 +118,7 @@ def _distributions(figure: Any, lines: Sequence[Line], labels: Sequence[str]) ->
             if values:
                 axis.plot(values, range(101), color=color, label=label, lw=1.2)
         axis.set(xlabel=f"{title} (ms)", ylabel="% of values at or below", ylim=(0, 101))
-    axis.legend(fontsize=7)
+    _legend(axis)
 
 
 def _over_time(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> None:
@@ -126,7 +132,7 @@ def _over_time(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> Non
                 axis.axvspan(window["begin_s"], window["end_s"], alpha=0.1, label="steady state")
         axis.set(xlabel="s from the start of the run", ylabel=title)
         _from_zero(axis)
-    axis.legend(fontsize=7)
+    _legend(axis)
 
 
 def _queues(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> None:
@@ -139,4 +145,4 @@ def _queues(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> None:
             )
         axis.set(xlabel="s from the start of the run", ylabel=f"{name} requests")
         _from_zero(axis)
-    axis.legend(fontsize=7)
+    _legend(axis)

@@ -1,0 +1,203 @@
+"""`bench sweep` and `bench compare` against a scripted server; the page as a real browser sees it."""
+
+from __future__ import annotations
+
+import argparse
+import html.parser
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.bench import compare, sweep
+from phalanx.bench.report_page import show
+from tests.e2e.sse_server import Reply, json_reply, serving, steady
+from tests.e2e.test_bench_client import Words
+
+CHROMIUM = shutil.which("chromium")
+DATA = (
+    "--dataset-name",
+    "random",
+    "--random-input-len",
+    "8",
+    "--random-output-len",
+    "4",
+    "--warmup-requests",
+    "0",
+)
+
+
+def parse(module: Any, *argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    module.add_arguments(parser)
+    return parser.parse_args([*DATA, *argv])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A sweep over three concurrencies, with some failures whose text tries to break the page."""
+    folder = tmp_path_factory.mktemp("sweep")
+
+    def respond(path: str, body: dict, nth: int) -> Reply:
+        return json_reply({"error": "</script><b>no</b>"}, status=500) if nth == 3 else steady(4, 3)
+
+    with serving(respond) as server:
+        server.gauges = (2, 1)
+        argv = ["--base-url", server.url, "--concurrencies", "4", "1", "2", "--num-prompts", "12"]
+        argv += ["--goodput", "e2el:60000", "--server-metrics", "--header", "X-Key=s3cret"]
+        argv += ["--output-file", str(folder / "out.jsonl"), "--report", str(folder / "report.html")]
+        assert sweep.run(parse(sweep, *argv), lambda name: Words(), settle_s=0.0) == 0
+    return folder / "report.html", lines_of(folder / "out.jsonl")
+
+
+class Page(html.parser.HTMLParser):
+    """Cells by (run, field), text by id, and the number of charts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: dict[tuple[int, str], str] = {}
+        self.by_id: dict[str, str] = {}
+        self.num_charts = 0
+        self.tags: set[str] = set()
+        self._cell: tuple[int, str] | None = None
+        self._id: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.add(tag)
+        self.num_charts += tag == "svg"
+        self._cell = (int(found["data-run"] or 0), str(found["data-field"])) if "data-run" in found else None
+        self._id = found.get("id") if tag in ("script", "p", "pre") else None
+        for name in ("src", "href", "xlink:href"):
+            # A chart's parts refer to each other; nothing else may be referred to.
+            assert (found.get(name) or "#").startswith("#"), (tag, found)
+
+    def handle_data(self, data: str) -> None:
+        if self._cell is not None:
+            self.cells[self._cell] = data
+        if self._id:
+            self.by_id[self._id] = self.by_id.get(self._id, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._id = None
+
+
+def assert_page_shows(text: str, lines: list[dict[str, Any]]) -> None:
+    page = Page(text)
+    assert page.num_charts == 5
+    assert json.loads(page.by_id["runs"]) == lines
+    fields = {field for _, field in page.cells}
+    assert {"request_throughput", "p99_ttft_ms", "median_itl_ms", "failed", "request_goodput"} <= fields
+    assert len(page.cells) == 3 * len(fields)
+    for (run, field), shown in page.cells.items():
+        assert shown == show(lines[run][field]), field
+    config = json.loads(page.by_id["config"])
+    assert config == lines[0]["config"]
+    assert (config["num_prompts"], config["max_concurrency"]) == (12, 1)
+    assert "b" not in page.tags  # what a server answered stays text
+
+
+def test_sweep_runs_every_point_and_writes_the_page(swept: tuple[Path, list[dict[str, Any]]]) -> None:
+    path, lines = swept
+    assert [(line["sweep"]["value"], line["max_concurrency"]) for line in lines] == [(1, 1), (2, 2), (4, 4)]
+    assert [line["completed"] for line in lines] == [11, 12, 12]
+    assert [line["peak_requests_in_flight"] for line in lines] == [1, 2, 4]
+    text = path.read_text()
+    assert_page_shows(text, lines)
+    assert "s3cret" not in text
+    assert "No point meets the targets" in text  # 11 of 12 is under 99%
+
+
+def test_the_page_renders_in_a_browser(swept: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    path, lines = swept
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+    flags += " --disable-background-networking --disable-component-update --disable-dev-shm-usage"
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+    command += ["--v=0", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    assert_page_shows(done.stdout, lines)
+
+
+def test_console_errors_would_be_seen(tmp_path: Path) -> None:
+    """The check above can fail: a page that breaks its own policy is caught by it."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine")
+    page = tmp_path / "bad.html"
+    page.write_text("<!DOCTYPE html><script>console.error('broken')</script>")
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+    flags += " --disable-background-networking --disable-component-update --disable-dev-shm-usage"
+    command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
+    command += ["--v=0", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" in done.stderr
+
+
+def test_summary_knee_and_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda path, body, nth: steady(4, 1)) as server:
+        argv = [
+            "--base-url",
+            server.url,
+            "--rates",
+            "100",
+            "200",
+            "--num-prompts",
+            "5",
+            "--goodput",
+            "e2el:60000",
+        ]
+        argv += ["--output-file", str(tmp_path / "o"), "--report", str(tmp_path / "r.html")]
+        assert sweep.run(parse(sweep, *argv), lambda name: Words(), settle_s=0.0) == 0
+        # Each point has a seed, and so prompts, of its own.
+        texts = [body["text"] for path, body in server.requests]
+        assert texts[:5] != texts[5:]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "Knee: rate 200"
+    summary = json.loads(lines[-1])
+    assert (summary["sweep"], summary["knee"]) == ("rate", 200.0)
+    assert [point["value"] for point in summary["points"]] == [100.0, 200.0]
+
+
+def test_a_point_without_a_success_ends_with_exit_code_1(tmp_path: Path) -> None:
+    with serving(lambda path, body, nth: json_reply({"error": "no"}, status=500)) as server:
+        argv = ["--base-url", server.url, "--rates", "100", "--num-prompts", "2"]
+        argv += ["--output-file", str(tmp_path / "o"), "--report", str(tmp_path / "r.html")]
+        assert sweep.run(parse(sweep, *argv), lambda name: Words(), settle_s=0.0) == 1
+    assert "2 x HTTP 500: no" in (tmp_path / "r.html").read_text()
+
+
+def test_two_servers_are_measured_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order: list[str] = []
+
+    def respond(name: str, interval_ms: float) -> Any:
+        def answer(path: str, body: dict, nth: int) -> Reply:
+            order.append(name)
+            return steady(4, interval_ms)
+
+        return answer
+
+    with serving(respond("A", 1)) as a, serving(respond("B", 60)) as b:
+        argv = ["--base-url-a", a.url, "--base-url-b", b.url, "--repeats", "3", "--num-prompts", "4"]
+        argv += ["--output-file", str(tmp_path / "o")]
+        assert compare.run(parse(compare, *argv), lambda name: Words(), settle_s=0.0) == 0
+        assert [body["text"] for _, body in a.requests] == [body["text"] for _, body in b.requests]
+    assert order == [side for side in "ABBAAB" for _ in range(4)]
+    assert [line["compare"] for line in lines_of(tmp_path / "o")][:2] == [
+        {"pair": 0, "side": "A"},
+        {"pair": 0, "side": "B"},
+    ]
+    (only,) = json.loads(capsys.readouterr().out.splitlines()[-1])["comparisons"]
+    # 4 tokens at 60 ms against 4 ms in all: B cannot be the faster one on any machine that runs this.
+    assert only["ratios"]["mean_e2e_latency_ms"]["ratio"] > 1
+    assert only["ratios"]["request_throughput"]["ratio"] < 1

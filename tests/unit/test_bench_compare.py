@@ -1,0 +1,309 @@
+"""Ratios, intervals, sweeps planned and judged, and the options checked before a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.bench import compare, sweep
+from phalanx.bench.args import add_arguments
+from phalanx.bench.datasets import draw_lengths_vllm, load_requests
+from phalanx.bench.errors import BenchError
+from phalanx.bench.report_page import show
+from phalanx.bench.settle import check_arguments
+from phalanx.bench.stats import paired_ratio, t_quantile, unpaired_ratio
+from tests.unit.test_bench_datasets import Letters
+
+# ---- intervals
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "expected"),
+    [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 4, 2.77645), (0.975, 30, 2.04227), (0.95, 9, 1.83311)],
+)
+def test_t_quantiles_are_those_of_the_tables(probability: float, degrees: float, expected: float) -> None:
+    assert t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-4)
+
+
+def test_paired_ratio_by_hand() -> None:
+    # Log ratios 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3).
+    r = paired_ratio([1.0, 2.0, 4.0], [math.exp(0.1), 2 * math.exp(0.2), 4 * math.exp(0.3)])
+    half = 4.30265 * 0.1 / math.sqrt(3)
+    assert r.ratio == pytest.approx(math.exp(0.2))
+    assert (r.low, r.high) == (
+        pytest.approx(math.exp(0.2 - half), rel=1e-4),
+        pytest.approx(math.exp(0.2 + half), rel=1e-4),
+    )
+    assert (r.mean_a, r.differs) == (pytest.approx(2.0), False)
+
+
+def test_unpaired_ratio_is_welchs() -> None:
+    r = unpaired_ratio([100.0, 110.0, 105.0], [210.0, 190.0, 205.0, 200.0])
+    a, b = np.log([100, 110, 105]), np.log([210, 190, 205, 200])
+    va, vb = a.var(ddof=1) / 3, b.var(ddof=1) / 4
+    degrees = (va + vb) ** 2 / (va**2 / 2 + vb**2 / 3)
+    half = t_quantile(0.975, degrees) * math.sqrt(va + vb)
+    assert r.ratio == pytest.approx(math.exp(b.mean() - a.mean()))
+    assert r.high == pytest.approx(r.ratio * math.exp(half))
+    assert r.differs
+
+
+def test_one_repeat_has_no_interval_and_equal_repeats_no_width() -> None:
+    for function in (paired_ratio, unpaired_ratio):
+        alone = function([2.0], [3.0])
+        assert (alone.ratio, alone.low, alone.differs) == (pytest.approx(1.5), None, False)
+        same = function([2.0, 2.0], [2.0, 2.0])
+        assert (same.low, same.high) == (pytest.approx(1.0), pytest.approx(1.0))
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+    rng = np.random.RandomState(0)
+    covered = 0
+    for _ in range(400):
+        a, b = np.exp(rng.normal(0, 0.1, 4)), np.exp(rng.normal(math.log(1.3), 0.2, 5))
+        r = unpaired_ratio(a.tolist(), b.tolist())
+        covered += r.low <= 1.3 <= r.high  # type: ignore[operator]
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@pytest.mark.fuzz
+@given(st.lists(st.tuples(st.floats(0.01, 1e6), st.floats(0.01, 1e6)), min_size=2, max_size=6))
+def test_swapping_the_sides_inverts_the_ratio(pairs: list[tuple[float, float]]) -> None:
+    a, b = zip(*pairs, strict=True)
+    for function in (paired_ratio, unpaired_ratio):
+        there, back = function(a, b), function(b, a)
+        assert there.ratio == pytest.approx(1 / back.ratio)
+        assert there.low == pytest.approx(1 / back.high, rel=1e-6)  # type: ignore[operator]
+        assert there.low <= there.ratio * (1 + 1e-9)  # type: ignore[operator]
+
+
+# ---- compare two files
+
+
+def line(**fields: Any) -> dict[str, Any]:
+    base = {
+        "dataset_name": "random",
+        "request_rate": "inf",
+        "max_concurrency": 8,
+        "sent": 10,
+        "completed": 10,
+    }
+    return {**base, "request_throughput": 5.0, "output_throughput": 50.0, "mean_ttft_ms": None, **fields}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return str(path)
+
+
+def compare_args(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    compare.add_arguments(parser)
+    return parser.parse_args(list(argv))
+
+
+def test_files_are_compared_by_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = [line(request_throughput=v) for v in (4.0, 4.1, 3.9)] + [line(max_concurrency=16)]
+    b = [line(request_throughput=v) for v in (8.0, 8.2, 7.8)] + [line(max_concurrency=32)]
+    args = compare_args(write(tmp_path / "a", a), write(tmp_path / "b", b))
+    assert compare.run(args, lambda name: Letters()) == 0
+    captured = capsys.readouterr()
+    (only,) = json.loads(captured.out.splitlines()[-1])["comparisons"]
+    ratio = only["ratios"]["request_throughput"]
+    assert only["workload"]["max_concurrency"] == 8
+    assert ratio["ratio"] == pytest.approx(2.0, rel=1e-3)
+    assert 1.8 < ratio["low"] < 2.0 < ratio["high"] < 2.2
+    assert "mean_ttft_ms" not in only["ratios"]
+    row = next(text for text in captured.out.splitlines() if text.startswith("request_throughput"))
+    assert row.split()[3] == "2.000" and row.endswith("*")
+    assert "Only in A: Workload: dataset_name random, request_rate inf, max_concurrency 16" in captured.err
+    assert "Only in B" in captured.err
+
+
+def test_pairs_are_compared_as_pairs() -> None:
+    # The machine slowed down by half between the pairs; B is 10% faster in each.
+    a = [line(request_throughput=v, compare={"pair": i, "side": "A"}) for i, v in enumerate((10.0, 5.0))]
+    b = [line(request_throughput=v, compare={"pair": i, "side": "B"}) for i, v in enumerate((11.0, 5.5))]
+    ((_, ratios),) = compare.compare_lines(a, b[::-1])
+    assert ratios["request_throughput"].ratio == pytest.approx(1.1)
+    assert ratios["request_throughput"].differs
+    loose = [{name: value for name, value in one.items() if name != "compare"} for one in a]
+    ((_, unpaired),) = compare.compare_lines(loose, b)
+    assert not unpaired["request_throughput"].differs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "line 1: not JSON"), ("[1]", "not a result"), ('{"a": 1}', "not a result"), ("\n", "no results")],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(BenchError, match=message) as caught:
+        compare.read_lines(str(tmp_path / "x"))
+    assert caught.value.exit_code == 2
+    with pytest.raises(BenchError, match="No such file"):
+        compare.read_lines(str(tmp_path / "none"))
+
+
+def test_nothing_in_common_is_refused() -> None:
+    with pytest.raises(BenchError, match="no workload in common"):
+        compare.compare_lines([line()], [line(sent=11)])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("one",),
+        ("a", "b", "c"),
+        ("a", "b", "--repeats", "3"),
+        ("a", "b", "--base-url-a", "http://x", "--base-url-b", "http://y"),
+        ("--base-url-a", "http://x"),
+        ("--base-url-a", "http://x", "--base-url-b", "http://y", "--base-url", "http://z"),
+        ("--base-url-a", "http://x", "--base-url-b", "http://y", "--repeats", "0"),
+    ],
+)
+def test_unclear_comparisons_are_refused(argv: tuple[str, ...]) -> None:
+    with pytest.raises(BenchError) as caught:
+        compare.run(compare_args(*argv), lambda name: Letters())
+    assert caught.value.exit_code == 2
+
+
+# ---- sweeps
+
+
+def sweep_args(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    sweep.add_arguments(parser)
+    return parser.parse_args(["--dataset-name", "random", *argv])
+
+
+def test_a_sweep_plans_every_point_with_prompts_of_its_own() -> None:
+    kind, runs = sweep.plan_runs(sweep_args("--rates", "8", "2", "--repeats", "2", "--seed", "7"))
+    assert kind == "rate"
+    assert [(one.request_rate, one.sweep["repeat"], one.seed) for one in runs] == [
+        (2.0, 0, 7),
+        (2.0, 1, 8),
+        (8.0, 0, 9),
+        (8.0, 1, 10),
+    ]
+    kind, runs = sweep.plan_runs(sweep_args("--concurrencies", "4", "16"))
+    assert [(one.max_concurrency, one.request_rate) for one in runs] == [(4, math.inf), (16, math.inf)]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--rates", "1", "--request-rate", "5"),
+        ("--rates", "1", "1"),
+        ("--rates", "0"),
+        ("--concurrencies", "0"),
+        ("--concurrencies", "4", "--max-concurrency", "5"),
+        ("--rates", "1", "--repeats", "0"),
+        ("--rates", "1", "--knee-attainment", "1.5"),
+        ("--rates", "1", "--report", "/no/such/folder/x.html"),
+    ],
+)
+def test_unclear_sweeps_are_refused(argv: tuple[str, ...]) -> None:
+    with pytest.raises(BenchError) as caught:
+        sweep.plan_runs(sweep_args(*argv))
+    assert caught.value.exit_code == 2
+
+
+def points(*shares: tuple[float, float]) -> list[dict[str, Any]]:
+    return [{"sweep": {"value": value}, "slo_attainment": share} for value, share in shares]
+
+
+@pytest.mark.parametrize(
+    ("lines", "knee"),
+    [
+        (points((1, 1.0), (2, 0.99), (4, 0.5)), 2),
+        (points((1, 1.0), (1, 0.9), (2, 1.0)), None),  # one repeat of the lowest point failed
+        (points((1, 1.0), (2, 0.5), (4, 1.0)), 1),  # a lucky point above a failed one is no knee
+        ([{"sweep": {"value": 1}}], None),
+    ],
+)
+def test_the_knee_is_the_highest_point_below_which_all_are_good(lines: list, knee: float | None) -> None:
+    assert sweep.find_knee(lines, 0.99) == knee
+
+
+def test_a_figure_is_shown_as_measured() -> None:
+    assert [show(None), show(3), show(2.0), show(1.239)] == ["n/a", "3", "2.00", "1.24"]
+
+
+# ---- options
+
+
+def check(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(parser)
+    args = parser.parse_args(["--dataset-name", "random", *argv])
+    check_arguments(args)
+    return args
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--burstiness", "0.5"),  # all at once
+        ("--burstiness", "0", "--request-rate", "5"),
+        ("--ramp-up-start-rps", "1"),
+        ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1"),
+        ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "0", "--ramp-up-end-rps", "9"),
+        (
+            "--ramp-up-strategy",
+            "linear",
+            "--ramp-up-start-rps",
+            "1",
+            "--ramp-up-end-rps",
+            "9",
+            "--request-rate",
+            "1",
+        ),
+        ("--backend", "openai", "--top-k", "5"),
+        ("--backend", "openai", "--profile"),
+        ("--backend", "vllm", "--profile", "--profile-num-steps", "5"),
+        ("--backend", "vllm", "--return-logprob"),
+        ("--top-logprobs-num", "3"),
+        ("--profile-prefix", "x"),
+        ("--profile", "--profile-num-steps", "0"),
+        ("--top-k", "0"),
+        ("--min-p", "1.5"),
+        ("--frequency-penalty", "3"),
+        ("--repetition-penalty", "0"),
+        ("--vllm-random-range", "--random-range-ratio", "1.0"),
+    ],
+)
+def test_options_that_would_be_ignored_or_wrong_are_refused(argv: tuple[str, ...]) -> None:
+    with pytest.raises(BenchError) as caught:
+        check(*argv)
+    assert caught.value.exit_code == 2
+
+
+def test_vllms_range_is_around_the_length() -> None:
+    drawn = draw_lengths_vllm(np.random.RandomState(0), 10, 0.25, 3000)
+    assert (drawn.min(), drawn.max()) == (7, 13)
+    assert draw_lengths_vllm(np.random.RandomState(0), 10, 0.0, 5).tolist() == [10] * 5
+    args = check(
+        "--random-input-len",
+        "20",
+        "--random-output-len",
+        "8",
+        "--random-range-ratio",
+        "0.5",
+        "--vllm-random-range",
+        "--tokenize-prompt",
+        "--num-prompts",
+        "400",
+    )
+    requests = load_requests(args, Letters())
+    assert {r.prompt_len for r in requests} == set(range(10, 31))
+    assert {r.output_len for r in requests} == set(range(4, 13))
