@@ -21,6 +21,7 @@ from phalanx.runtime.channels import WorkerChannel
 from phalanx.runtime.process import die_with_parent, setup_logging
 from phalanx.server.app import Application
 from phalanx.server.state import build_api_worker
+from phalanx.server.uvicorn_server import DrainingServer, HttpProtocol
 from phalanx.text.tokenizer import load_tokenizer
 
 _BACKLOG = 4096
@@ -78,7 +79,7 @@ def serve(application: Application, listener: socket.socket, *, log_level: str =
     config = uvicorn.Config(
         application,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         lifespan="on",
         access_log=False,
@@ -92,7 +93,7 @@ def serve(application: Application, listener: socket.socket, *, log_level: str =
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    uvicorn.Server(config).run(sockets=[listener])
+    DrainingServer(config, application.worker).run(sockets=[listener])
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from phalanx.core.errors import RequestError
 from phalanx.server.openapi import describe
 from phalanx.server.response import CORS, Message, Receive, Response, Send, read_body
 from phalanx.server.routes_generate import generate
-from phalanx.server.routes_manage import build_router
+from phalanx.server.routes_manage import HEALTH_PATHS, build_router
 from phalanx.server.routes_openai import chat_completions, completions
 from phalanx.server.state import ApiWorker
 
@@ -38,14 +38,17 @@ _GENERATING: dict[str, tuple[Handler, tuple[str, ...]]] = {
     "/v1/chat/completions": (chat_completions, ("POST",)),
     "/v1/completions": (completions, ("POST",)),
 }
-_OPEN_PATHS = ("/health",)
 
 
 class Application:
-    """ASGI 3. The generating routes get the raw `send`: the dispatcher writes through it."""
+    """ASGI 3. The generating routes get the raw `send`: the dispatcher writes through it.
+
+    Attributes:
+        worker: what it serves.
+    """
 
     def __init__(self, worker: ApiWorker) -> None:
-        self._worker = worker
+        self.worker = worker
         self._fastapi = _build_fastapi(worker)
         key = worker.settings.server.api_key
         self._api_key = None if key is None else key.encode()
@@ -60,7 +63,7 @@ class Application:
             await send({"type": "http.response.body", "body": b""})
             return
         path = scope["path"]
-        if path not in _OPEN_PATHS and not self._is_authorised(scope):
+        if path not in HEALTH_PATHS and not self._is_authorised(scope):
             response = Response(send)
             response.write_error(
                 RequestError("a valid API key is required", status=401, code="invalid_api_key")
@@ -86,10 +89,10 @@ class Application:
         try:
             if scope["method"] not in methods:
                 raise RequestError(f"use {' or '.join(methods)}", status=405)
-            self._worker.engine.require_alive()
-            body = await read_body(receive, self._worker.settings.server.max_body_bytes)
+            self.worker.engine.require_alive()
+            body = await read_body(receive, self.worker.settings.server.max_body_bytes)
             if body is not None:
-                await handler(self._worker, body, receive, response)
+                await handler(self.worker, body, receive, response)
         except RequestError as error:
             response.write_error(error)
         except asyncio.CancelledError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import RequestError
@@ -11,12 +12,16 @@ from phalanx.core.request import LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.server.errors import renamed
 from phalanx.server.logprobs import LogprobLog
+from phalanx.server.pace import Pace
 from phalanx.server.response import Receive, Response, wait_disconnect
 from phalanx.server.sessions import Call, Form, OutputStream
 from phalanx.server.state import ApiWorker
 from phalanx.text.output import TextStream
 
 MAX_OUTPUTS = 1024  # SamplingParams.check allows no more for n
+MAX_SEQUENCES = 16384  # outputs of all prompts of one HTTP request
+MAX_RID_CHARS = 256
+_SUBMIT_SLICE = 128  # sequences per message: with the largest logit_bias, some milliseconds of encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +34,55 @@ class Ask:
     rid: str | None = None
 
 
-def make_streams(
-    worker: ApiWorker, call: Call, asks: Sequence[Ask], names: Mapping[str, str] | None = None
+def possible_outputs(n: int | None) -> int:
+    """How many outputs `n` asks for, but none for an absurd n, which `Settler.settle` refuses."""
+    return 1 if n is None else min(max(n, 0), MAX_OUTPUTS)
+
+
+def check_sequences(num_prompts: int, num_outputs: int, prompt_name: str) -> None:
+    """Refuse a request that asks for more outputs, of all its prompts together, than one request may.
+
+    Raises:
+        RequestError: 400 with the numbers.
+    """
+    wanted = max(num_prompts, num_outputs)
+    if wanted > MAX_SEQUENCES:
+        name = "n" if num_outputs > num_prompts else prompt_name
+        raise RequestError(
+            f"{name}: {num_prompts} prompts ask for {wanted} outputs in all; one request may ask for "
+            f"{MAX_SEQUENCES}",
+            param=name,
+            code="too_many_sequences",
+        )
+
+
+def check_rid(rid: str | None) -> None:
+    """Refuse a request name that is too long: it stands in every event."""
+    if rid is not None and len(rid) > MAX_RID_CHARS:
+        raise RequestError(
+            f"rid has {len(rid)} characters; at most {MAX_RID_CHARS} are allowed",
+            param="rid",
+            code="invalid_value",
+        )
+
+
+async def make_streams(
+    worker: ApiWorker, call: Call, asks: Iterable[Ask], names: Mapping[str, str] | None = None
 ) -> None:
-    """Settle every prompt and add its streams to the call; nothing is sent yet.
+    """Settle every prompt and add its streams to the call, in slices; nothing is sent yet.
 
     names: what the client calls our parameters.
 
     Raises:
         RequestError: any prompt or parameter is wrong; the whole call is refused.
     """
+    pace = Pace()
     for ask in asks:
         try:
             if ask.sampling.stop and worker.detokenizer is None:
                 raise RequestError("stop needs a tokenizer, and this server runs without one", param="stop")
             # An absurd n is refused by `settle`, which checks all parameters; its ids are not drawn first.
-            stream_ids = worker.stream_ids(min(max(ask.sampling.n, 0), MAX_OUTPUTS))
+            stream_ids = worker.stream_ids(possible_outputs(ask.sampling.n))
             requests = worker.settler.settle(stream_ids, ask.input_ids, ask.sampling, ask.logprobs)
         except RequestError as error:
             raise renamed(error, names or {}) from None
@@ -60,18 +98,30 @@ def make_streams(
                     logprobs=None if request.logprobs is None else LogprobLog(),
                 )
             )
+            await pace.breathe()
 
 
 async def run_call(worker: ApiWorker, call: Call, receive: Receive) -> None:
     """Send the call to the engine and stay until it is answered or its client has gone."""
     worker.engine.require_alive()
     worker.dispatcher.register(call)
-    worker.engine.submit([s.request for s in call.streams])
     try:
+        await _submit(worker, call)
         await wait_disconnect(receive)
         await call.response.finished()
     finally:
         worker.dispatcher.drop(call)
+
+
+async def _submit(worker: ApiWorker, call: Call) -> None:
+    """Send the sequences, a slice per turn of the event loop, and not those that have ended meanwhile."""
+    for start in range(0, len(call.streams), _SUBMIT_SLICE):
+        if start:
+            await asyncio.sleep(0)
+        streams = call.streams[start : start + _SUBMIT_SLICE]
+        requests = [s.request for s in streams if worker.dispatcher.is_running(s)]
+        if requests:
+            worker.engine.submit(requests)
 
 
 def new_call(form: Form, response: Response, *, is_stream: bool) -> Call:

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.errors import RequestError
 from phalanx.core.request import EngineRequest
 from phalanx.core.step import StepOutputs
-from phalanx.messages import Abort, Control, ControlReply, EngineReady, Message, Submit
+from phalanx.messages import Abort, Control, ControlReply, EngineReady, Message, MessageError, Submit
 from phalanx.runtime.channels import WorkerEnd
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class EngineClient:
         channel: the worker's end.
         on_outputs: takes the steps that have come, oldest first.
         on_death: takes the reason, once.
+        on_unsent: takes (stream id, HTTP status, message) of a request that cannot be sent.
         on_control: takes orders relayed from other workers.
         on_ready: takes the engine's facts.
     """
@@ -40,6 +41,7 @@ class EngineClient:
         *,
         on_outputs: Callable[[list[StepOutputs]], None],
         on_death: Callable[[str], None],
+        on_unsent: Callable[[int, int, str], None],
         on_control: Callable[[Control], None],
         on_ready: Callable[[dict[str, Any]], None],
         max_silent_pings: int = _MAX_SILENT_PINGS,
@@ -47,6 +49,7 @@ class EngineClient:
         self._channel = channel
         self._on_outputs = on_outputs
         self._on_death = on_death
+        self._on_unsent = on_unsent
         self._on_control = on_control
         self._on_ready = on_ready
         self._max_silent_pings = max_silent_pings
@@ -98,10 +101,30 @@ class EngineClient:
     def _flush(self) -> None:
         submits, self._submits = self._submits, []
         aborts, self._aborts = self._aborts, []
-        if submits:
-            self._channel.send(Submit(tuple(submits)))
-        if aborts:  # after the submissions: a request may come and go within one turn
-            self._channel.send(Abort(tuple(aborts)))
+        try:
+            if submits:
+                self._send(submits)
+        finally:
+            if aborts:  # after the submissions: a request may come and go within one turn
+                self._channel.send(Abort(tuple(aborts)))
+
+    def _send(self, requests: list[EngineRequest]) -> None:
+        """Send requests in one message; if that cannot be, all but those that are to blame, in order."""
+        try:
+            self._channel.send(Submit(tuple(requests)))
+            return
+        except Exception as error:
+            failure = error
+        if len(requests) > 1:
+            middle = len(requests) // 2
+            self._send(requests[:middle])
+            self._send(requests[middle:])
+            return
+        # A value that no message can hold came with the request; all else is this worker's own doing.
+        is_clients = isinstance(failure, MessageError) and not isinstance(failure.__cause__, TypeError)
+        logger.error("request %d was not sent: %s", requests[0].stream_id, failure)
+        message = f"the request cannot be sent: {failure}" if is_clients else "internal error"
+        self._on_unsent(requests[0].stream_id, 400 if is_clients else 500, message)
 
     async def control(
         self, op: str, args: dict[str, Any] | None = None, timeout_s: float = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from phalanx.server.errors import error_event
@@ -86,10 +87,15 @@ class GenerateForm:
         """The end mark."""
         return b"data: [DONE]\n\n"
 
-    def whole(self, call: Call) -> bytes:
+    def whole(self, call: Call) -> Iterator[bytes]:
         """An object, or a list for a list."""
-        items = [self._item(s, s.text.output_text or "", s.text.output_ids, 0) for s in call.streams]
-        return encode_json(items if self._is_list else items[0])
+        separator = b"[" if self._is_list else b""
+        for stream in call.streams:
+            item = self._item(stream, stream.text.output_text or "", stream.text.output_ids, 0)
+            yield separator + encode_json(item)
+            separator = b","
+        if self._is_list:
+            yield b"]"
 
     def _item(self, stream: OutputStream, text: str, ids: list[int], start: int) -> dict[str, Any]:
         if stream.error is not None and stream.finish is not None and self._is_list and stream.call.is_stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from phalanx.server.logprobs import Positions, TokenTexts
@@ -37,9 +37,9 @@ class Envelope:
         """One event."""
         return self.head + b"," + encode_json(fields)[1:] + b"\n\n"
 
-    def whole(self, **fields: Any) -> bytes:
-        """The body of a response that is not streamed."""
-        return encode_json({**self._fields, "object": self._whole_kind, **fields})
+    def whole_head(self) -> bytes:
+        """The body of a response that is not streamed, up to the comma before its choices."""
+        return encode_json({**self._fields, "object": self._whole_kind})[:-1] + b","
 
 
 class ChoiceForm(Protocol):
@@ -105,10 +105,13 @@ class OpenAIForm:
         usage = self._envelope.chunk(choices=[], usage=count(call.streams)) if self._include_usage else b""
         return usage + b"data: [DONE]\n\n"
 
-    def whole(self, call: Call) -> bytes:
+    def whole(self, call: Call) -> Iterator[bytes]:
         """The JSON body."""
-        choices = [self._choices.whole(s) for s in call.streams]
-        return self._envelope.whole(choices=choices, usage=count(call.streams))
+        separator = self._envelope.whole_head() + b'"choices":['
+        for stream in call.streams:
+            yield separator + encode_json(self._choices.whole(stream))
+            separator = b","
+        yield b'],"usage":' + encode_json(count(call.streams)) + b"}"
 
 
 def count(streams: Iterable[OutputStream]) -> dict[str, Any]:

@@ -13,7 +13,10 @@ from phalanx.server.errors import refuse_unsupported
 from phalanx.server.schema_generate import UNSUPPORTED_SAMPLING, GenerateBody, SamplingFields
 from phalanx.server.schema_openai import ChatBody, CompletionBody
 
+MAX_ASKED_IDS = 1024  # of token_ids_logprob
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chat, here for both routes
+
+AskedIds = tuple[int, ...] | list[tuple[int, ...]]
 
 _SAME_NAMES = (
     "temperature",
@@ -110,8 +113,13 @@ def logprobs_from_openai(body: ChatBody | CompletionBody) -> LogprobParams | Non
     return LogprobParams(prompt_start=start, top_k=wanted)
 
 
-def logprobs_from_generate(body: GenerateBody, index: int, count: int) -> LogprobParams | None:
-    """Which log-probabilities prompt `index` of `count` wants; None for none."""
+def logprobs_from_generate(
+    body: GenerateBody, asked_ids: AskedIds, index: int, count: int
+) -> LogprobParams | None:
+    """Which log-probabilities prompt `index` of `count` wants; None for none.
+
+    asked_ids: `asked_token_ids(body)`.
+    """
     if not one_of(body.return_logprob, index, count, "return_logprob"):
         return None
     start = one_of(body.logprob_start_len, index, count, "logprob_start_len")
@@ -119,21 +127,29 @@ def logprobs_from_generate(body: GenerateBody, index: int, count: int) -> Logpro
     return LogprobParams(
         prompt_start=-1 if start is None else start,
         top_k=top_k or 0,
-        token_ids=_token_ids(body.token_ids_logprob, index, count),
+        token_ids=one_of(asked_ids, index, count, "token_ids_logprob"),
     )
 
 
-def _token_ids(value: list[int | list[int] | None] | None, index: int, count: int) -> tuple[int, ...]:
-    if not value:
-        return ()
-    flat = [v for v in value if isinstance(v, int)]
-    if len(flat) == len(value):
-        return tuple(flat)
-    if flat:
+def asked_token_ids(body: GenerateBody) -> AskedIds:
+    """`token_ids_logprob`: one tuple for all prompts, or a list of one for each.
+
+    Raises:
+        RequestError: ids and lists are mixed, or there are too many ids.
+    """
+    value = body.token_ids_logprob or []
+    flat = tuple(v for v in value if isinstance(v, int))
+    if flat and len(flat) < len(value):
         raise RequestError("token_ids_logprob mixes ids and lists", param="token_ids_logprob")
-    lists = [v for v in value if not isinstance(v, int)]
-    chosen: list[int] | None = one_of(lists, index, count, "token_ids_logprob")
-    return tuple(chosen or ())
+    lists = [] if flat else [tuple(v or ()) for v in value if not isinstance(v, int)]
+    longest = max(map(len, [flat, *lists]))
+    if longest > MAX_ASKED_IDS:
+        raise RequestError(
+            f"token_ids_logprob has {longest} ids; at most {MAX_ASKED_IDS} are allowed",
+            param="token_ids_logprob",
+            code="invalid_value",
+        )
+    return lists or flat
 
 
 def one_of(value: Any, index: int, count: int, name: str) -> Any:

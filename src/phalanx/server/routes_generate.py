@@ -2,69 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from phalanx.core.errors import RequestError
-from phalanx.server.calls import Ask, make_streams, new_call, run_call
+from phalanx.server.calls import (
+    Ask,
+    check_rid,
+    check_sequences,
+    make_streams,
+    new_call,
+    possible_outputs,
+    run_call,
+)
 from phalanx.server.errors import decode_json, refuse_unsupported
 from phalanx.server.form_generate import GenerateForm
-from phalanx.server.params import logprobs_from_generate, one_of, sampling_from_generate
+from phalanx.server.params import asked_token_ids, logprobs_from_generate, one_of, sampling_from_generate
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody
 from phalanx.server.state import ApiWorker
+from phalanx.server.texts import encode_texts
 
 _decoder = msgspec.json.Decoder(GenerateBody)
 
 
 async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one request; errors are raised as RequestError before anything is sent."""
-    body = await worker.offload(len(raw_body), decode_json, _decoder, raw_body)
+    body = await worker.offload(len(raw_body), lambda: decode_json(_decoder, raw_body))
     refuse_unsupported(body, UNSUPPORTED)
-    prompts, is_batch = await _prompt_ids(worker, body)
-    count = len(prompts)
+    name = "text" if body.text is not None else "input_ids"
+    texts, prompts, is_batch = _prompts(body)
+    count = len(texts or prompts)
+    num_outputs = _num_outputs(body, count)
+    check_sequences(count, num_outputs, name)
     rids = _rids(body.rid, count, is_batch)
-    asks = [
-        Ask(
-            input_ids=prompts[i],
-            sampling=sampling_from_generate(one_of(body.sampling_params, i, count, "sampling_params")),
-            logprobs=logprobs_from_generate(body, i, count),
-            rid=rids[i],
-        )
-        for i in range(count)
-    ]
+    if texts:
+        prompts = await encode_texts(worker, texts)
     form = GenerateForm(
         has_text=worker.tokenizer is not None,
-        is_list=is_batch or any(ask.sampling.n > 1 for ask in asks),
+        is_list=is_batch or num_outputs > count,
         is_incremental=worker.settings.server.incremental_streaming_output,
         texts=worker.token_texts if body.return_text_in_logprobs else None,
         with_prompt_ids=bool(body.return_prompt_token_ids),
     )
     call = new_call(form, response, is_stream=bool(body.stream))
-    make_streams(worker, call, asks, {"prompt": "text" if body.text is not None else "input_ids"})
+    await make_streams(worker, call, _asks(body, prompts, rids), {"prompt": name})
     await run_call(worker, call, receive)
 
 
-async def _prompt_ids(worker: ApiWorker, body: GenerateBody) -> tuple[list[list[int]], bool]:
-    """The ids of each prompt, and whether the client sent a list of prompts."""
+def _asks(body: GenerateBody, prompts: list[list[int]], rids: list[str | None]) -> Iterator[Ask]:
+    """One after the other, since each may bring parameters of its own to convert."""
+    count, asked_ids, fields = len(prompts), asked_token_ids(body), body.sampling_params
+    shared = None if isinstance(fields, list) else sampling_from_generate(fields)
+    for i, ids in enumerate(prompts):
+        yield Ask(
+            input_ids=ids,
+            sampling=shared or sampling_from_generate(one_of(fields, i, count, "sampling_params")),
+            logprobs=logprobs_from_generate(body, asked_ids, i, count),
+            rid=rids[i],
+        )
+
+
+def _num_outputs(body: GenerateBody, count: int) -> int:
+    """Outputs of all `count` prompts together."""
+    fields = body.sampling_params
+    if not isinstance(fields, list):
+        return count * possible_outputs(None if fields is None else fields.n)
+    one_of(fields, 0, count, "sampling_params")  # there is one for each
+    return sum(possible_outputs(one.n) for one in fields)
+
+
+def _prompts(body: GenerateBody) -> tuple[list[str], list[list[int]], bool]:
+    """The texts or the ids of the prompts, and whether the client sent a list of prompts."""
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
     if body.text is not None:
-        tokenizer = worker.require_tokenizer()
         texts = [body.text] if isinstance(body.text, str) else body.text
         if not texts or not all(texts):
             raise RequestError("text is empty: a prompt needs at least one token", param="text")
-        size = sum(map(len, texts))
-        return await worker.offload(size, tokenizer.encode_batch, texts), isinstance(body.text, list)
+        return texts, [], isinstance(body.text, list)
     ids = body.input_ids or []
     lists = [x for x in ids if isinstance(x, list)]
     if lists and len(lists) != len(ids):
         raise RequestError("input_ids mixes ids and lists of ids", param="input_ids")
     if lists:
-        return lists, True
-    return [[x for x in ids if isinstance(x, int)]], False
+        return [], lists, True
+    return [], [[x for x in ids if isinstance(x, int)]], False
 
 
 def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str | None]:
+    for one in rid if isinstance(rid, list) else [rid]:
+        check_rid(one)
     if isinstance(rid, str) and is_batch:
         return [f"{rid}_{i}" for i in range(count)]
     return [one_of(rid, i, count, "rid") for i in range(count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -12,17 +13,21 @@ from fastapi.responses import PlainTextResponse, Response
 
 from phalanx.core.errors import RequestError
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.server.calls import Ask, make_streams, new_call, run_call
+from phalanx.server.calls import Ask, check_rid, make_streams, new_call, run_call
 from phalanx.server.errors import decode_json
 from phalanx.server.facts import model_card, model_info, server_info
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.metrics import render
-from phalanx.server.response import Message, read_body
+from phalanx.server.response import Message, encode_json, read_body
 from phalanx.server.response import Response as StreamResponse
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, TokenizeBody
 from phalanx.server.state import ApiWorker
+from phalanx.server.texts import decode_ids, encode_texts
 
+# Open without a key; with the slash too, since a redirect may lead past a proxy's rule for the path.
+HEALTH_PATHS = ("/health", "/health/", "/ready", "/ready/", "/ping", "/ping/")
 _HEALTH_GENERATE_S = 20.0
+_MAX_FLUSH_S = 3600.0
 _FLUSH_POLL_S = 0.1
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
@@ -41,10 +46,13 @@ def build_router(worker: ApiWorker) -> APIRouter:
 
 
 def _add_health(router: APIRouter, worker: ApiWorker) -> None:
-    @router.get("/health", summary="200 when the engine can take requests, 503 otherwise")
     async def health() -> Response:
         worker.engine.require_alive()
         return Response(status_code=200)
+
+    for path in HEALTH_PATHS:
+        summary = "200 when the engine can take requests, 503 otherwise"
+        router.add_api_route(path, health, summary=summary, include_in_schema=not path.endswith("/"))
 
     @router.get("/health_generate", summary="200 after one token was generated, else 503")
     async def health_generate() -> Response:
@@ -77,7 +85,7 @@ async def _generate_one_token(worker: ApiWorker) -> None:
     )
     call = new_call(form, StreamResponse(send), is_stream=False)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    make_streams(worker, call, [Ask([0], sampling, rid="HEALTH_CHECK")])
+    await make_streams(worker, call, [Ask([0], sampling, rid="HEALTH_CHECK")])
     try:
         await asyncio.wait_for(run_call(worker, call, receive), _HEALTH_GENERATE_S)
     except TimeoutError:
@@ -123,71 +131,64 @@ def _add_facts(router: APIRouter, worker: ApiWorker) -> None:
 def _add_text(router: APIRouter, worker: ApiWorker) -> None:
     @router.post("/tokenize")
     @router.post("/v1/tokenize", include_in_schema=False)
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         raw = await _body(request, worker)
-        body = decode_json(_tokenize_decoder, raw)
+        body = await worker.offload(len(raw), lambda: decode_json(_tokenize_decoder, raw))
         worker.check_model(body.model)
-        tokenizer = worker.require_tokenizer()
+        tokens: list[Any]
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give exactly one of prompt and messages", param="prompt")
-        tokens: list[Any]
         if body.messages is not None:
+            tokenizer, messages = worker.require_tokenizer(), body.messages
             tokens = await worker.offload(
                 len(raw),
-                tokenizer.apply_chat_template,
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
+                lambda: tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=body.add_generation_prompt
+                ),
             )
         else:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
-            tokens = await worker.offload(
-                len(raw), tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens
-            )
+            tokens = await encode_texts(worker, texts, add_special_tokens=body.add_special_tokens)
         many = isinstance(body.prompt, list)
         if isinstance(body.prompt, str):
             tokens = tokens[0]
         count = [len(ids) for ids in tokens] if many else len(tokens)
-        return {
-            "tokens": tokens,
-            "count": count,
-            "max_model_len": worker.settings.scheduler.context_length,
-        }
+        max_len = worker.settings.scheduler.context_length
+        return _json({"tokens": tokens, "count": count, "max_model_len": max_len})
 
     @router.post("/detokenize")
     @router.post("/v1/detokenize", include_in_schema=False)
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         raw = await _body(request, worker)
-        body = decode_json(_detokenize_decoder, raw)
+        body = await worker.offload(len(raw), lambda: decode_json(_detokenize_decoder, raw))
         worker.check_model(body.model)
-        tokenizer = worker.require_tokenizer()
         lists = [x for x in body.tokens if isinstance(x, list)]
         if lists and len(lists) != len(body.tokens):
             raise RequestError("tokens mixes ids and lists of ids", param="tokens")
         each = lists or [[x for x in body.tokens if isinstance(x, int)]]
-        for ids in each:
-            _check_ids(worker, ids)
-        texts = [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in each]
-        return {"text": texts if lists else texts[0]}
+        texts = await decode_ids(worker, each, skip_special_tokens=body.skip_special_tokens)
+        return _json({"text": texts if lists else texts[0]})
 
 
-def _check_ids(worker: ApiWorker, ids: list[int]) -> None:
-    for token in ids:
-        if not 0 <= token < worker.settler.vocab_size:
-            raise RequestError(
-                f"tokens: id {token} is outside the vocabulary of {worker.settler.vocab_size} ids",
-                param="tokens",
-            )
+def _json(value: dict[str, Any]) -> Response:
+    """FastAPI's own way to JSON walks through every item in Python."""
+    return Response(encode_json(value), media_type="application/json")
 
 
 def _add_management(router: APIRouter, worker: ApiWorker) -> None:
-    @router.api_route("/flush_cache", methods=["GET", "POST"], response_class=PlainTextResponse)
-    async def flush_cache(timeout: float = 0.0) -> PlainTextResponse:
-        deadline = time.monotonic() + timeout
+    @router.get("/flush_cache", response_class=PlainTextResponse)
+    @router.post("/flush_cache", response_class=PlainTextResponse)
+    async def flush_cache(request: Request, timeout: float = 0.0) -> PlainTextResponse:
+        if not 0 <= timeout < math.inf:  # NaN is in no range
+            raise RequestError(
+                f"timeout must be a finite number of seconds, 0 or more, got {timeout}", param="timeout"
+            )
+        deadline = time.monotonic() + min(timeout, _MAX_FLUSH_S)
         while True:
             reply = await worker.engine.control("flush_cache")
             if reply.ok:
                 return PlainTextResponse("Cache flushed.\n")
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or worker.is_draining or await request.is_disconnected():
                 reason = reply.data.get("message", "the engine is busy")
                 raise RequestError(f"the cache was not flushed: {reason}", code="busy")
             await asyncio.sleep(_FLUSH_POLL_S)
@@ -195,6 +196,7 @@ def _add_management(router: APIRouter, worker: ApiWorker) -> None:
     @router.post("/abort_request")
     async def abort_request(request: Request) -> Response:
         body = decode_json(_abort_decoder, await _body(request, worker))
+        check_rid(body.rid)
         if not body.abort_all and not body.rid:
             raise RequestError("give rid, or abort_all: true", param="rid")
         # The request may live in another worker: all of them are told, this one too.

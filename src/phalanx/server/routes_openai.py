@@ -7,56 +7,83 @@ from typing import Any
 import msgspec
 
 from phalanx.core.errors import RequestError
-from phalanx.server.calls import Ask, make_streams, new_call, run_call
+from phalanx.server.calls import (
+    Ask,
+    check_rid,
+    check_sequences,
+    make_streams,
+    new_call,
+    possible_outputs,
+    run_call,
+)
 from phalanx.server.errors import decode_json
 from phalanx.server.form_openai import ChatChoices, ChoiceForm, CompletionChoices, Envelope, OpenAIForm
+from phalanx.server.pace import Pace
 from phalanx.server.params import logprobs_from_openai, openai_names, sampling_from_openai
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_openai import ChatBody, CompletionBody, check_supported
 from phalanx.server.state import ApiWorker
+from phalanx.server.texts import decode_ids, encode_texts
 
+# Names that a template's own variables cannot have: the conversation's, and one that Jinja takes itself.
+_TAKEN_NAMES = ("messages", "tools", "add_generation_prompt", "self")
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 async def chat_completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one chat; errors are raised as RequestError before anything is sent."""
-    body = await worker.offload(len(raw_body), decode_json, _chat_decoder, raw_body)
+    body = await worker.offload(len(raw_body), lambda: decode_json(_chat_decoder, raw_body))
     check_supported(body)
     worker.check_model(body.model)
-    tokenizer = worker.require_tokenizer()
     if not body.messages:
         raise RequestError("messages is empty: a chat needs at least one", param="messages")
-    kwargs = dict(body.chat_template_kwargs or {})
-    if kwargs.keys() & {"tools", "messages", "add_generation_prompt"}:
-        raise RequestError("chat_template_kwargs may not set tools, messages or add_generation_prompt")
-    tools = body.tools if body.tools and body.tool_choice != "none" else None
-    if tools and "tools" not in (tokenizer.chat_template or ""):
-        raise RequestError("tools: this model's chat template takes none", param="tools")
-    input_ids = await worker.offload(
-        len(raw_body),
-        tokenizer.apply_chat_template,
-        body.messages,
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        **kwargs,
-    )
+    input_ids = await _chat_ids(worker, body, len(raw_body))
     choices = ChatChoices(worker.token_texts)
     await _run(worker, body, [input_ids], "chat.completion", choices, receive, response)
 
 
+async def _chat_ids(worker: ApiWorker, body: ChatBody, size_bytes: int) -> list[int]:
+    """The prompt of a chat."""
+    tokenizer = worker.require_tokenizer()
+    kwargs = body.chat_template_kwargs or {}
+    for name in _TAKEN_NAMES:
+        if name in kwargs:
+            raise RequestError(
+                f"chat_template_kwargs may not set {name}", param="chat_template_kwargs", code="invalid_value"
+            )
+    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    try:
+        return await worker.offload(
+            size_bytes,
+            lambda: tokenizer.apply_chat_template(
+                body.messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **kwargs
+            ),
+        )
+    except RequestError as error:
+        if error.param != "tools":
+            raise
+        raise RequestError(
+            "tools are not supported: tool calling is not built yet, and this model's chat template has no "
+            "place for them",
+            param="tools",
+            code="unsupported_parameter",
+        ) from None
+
+
 async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one text completion; errors are raised as RequestError before anything is sent."""
-    body = await worker.offload(len(raw_body), decode_json, _completion_decoder, raw_body)
+    body = await worker.offload(len(raw_body), lambda: decode_json(_completion_decoder, raw_body))
     check_supported(body)
     worker.check_model(body.model)
-    tokenizer = worker.require_tokenizer()
-    texts, prompts = await _prompts(worker, body.prompt)
+    worker.require_tokenizer()
+    texts, prompts = await _prompts(worker, body)
     echoed = None
     if body.echo:
         if texts is None:
-            texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _within(worker, prompts)]
-        echoed = [text for text in texts for _ in range(body.n or 1)]
+            await _check_prompts(worker, prompts)
+            texts = await decode_ids(worker, prompts, skip_special_tokens=False)
+        echoed = [text for text in texts for _ in range(possible_outputs(body.n))]
     choices = CompletionChoices(worker.token_texts, prompts=echoed)
     await _run(worker, body, prompts, "text_completion", choices, receive, response)
 
@@ -75,14 +102,16 @@ async def _run(
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     form = OpenAIForm(envelope, choices, include_usage=include_usage)
     call = new_call(form, response, is_stream=bool(body.stream))
+    check_rid(body.rid)
     rid = body.rid or envelope.id
     asks = [Ask(ids, sampling, logprobs, rid) for ids in prompts]
-    make_streams(worker, call, asks, openai_names(body))
+    await make_streams(worker, call, asks, openai_names(body))
     await run_call(worker, call, receive)
 
 
-async def _prompts(worker: ApiWorker, prompt: Any) -> tuple[list[str] | None, list[list[int]]]:
+async def _prompts(worker: ApiWorker, body: CompletionBody) -> tuple[list[str] | None, list[list[int]]]:
     """The texts, if texts were given, and the ids of each prompt."""
+    prompt: Any = body.prompt
     if prompt is None or prompt == "" or prompt == []:
         raise RequestError("prompt is empty: it needs at least one token", param="prompt")
     if isinstance(prompt, str):
@@ -92,16 +121,17 @@ async def _prompts(worker: ApiWorker, prompt: Any) -> tuple[list[str] | None, li
         raise RequestError("prompt mixes strings, ids and lists of ids", param="prompt")
     if kind is int:
         return None, [prompt]
+    check_sequences(len(prompt), len(prompt) * possible_outputs(body.n), "prompt")
     if kind is list:
         return None, prompt
     if not all(prompt):
         raise RequestError("prompt holds an empty text: it needs at least one token", param="prompt")
-    tokenizer = worker.require_tokenizer()
-    return prompt, await worker.offload(sum(map(len, prompt)), tokenizer.encode_batch, prompt)
+    return prompt, await encode_texts(worker, prompt)
 
 
-def _within(worker: ApiWorker, prompts: list[list[int]]) -> list[list[int]]:
-    """The prompts, checked to lie within the vocabulary before they are decoded."""
+async def _check_prompts(worker: ApiWorker, prompts: list[list[int]]) -> None:
+    """Prompts that are to be decoded must lie within the vocabulary and the context."""
+    pace = Pace()
     for ids in prompts:
         worker.settler.check_prompt(ids)
-    return prompts
+        await pace.breathe()

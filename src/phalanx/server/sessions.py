@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,6 +72,7 @@ class Call:
         streams: its sequences, by index.
         num_open: sequences not finished yet.
         waiting: sequences with something to say that a blocked response could not take.
+        answering: writes a whole answer that is long.
     """
 
     form: Form
@@ -78,6 +81,7 @@ class Call:
     streams: list[OutputStream] = field(default_factory=list)
     num_open: int = 0
     waiting: dict[int, OutputStream] = field(default_factory=dict)
+    answering: asyncio.Task[None] | None = None
     started_s: float = field(default_factory=time.monotonic)
 
 
@@ -95,6 +99,6 @@ class Form(Protocol):
         """Events that end a stream."""
         ...
 
-    def whole(self, call: Call) -> bytes:
-        """The JSON body of a response that is not streamed."""
+    def whole(self, call: Call) -> Iterator[bytes]:
+        """The JSON body of a response that is not streamed, in pieces of one sequence."""
         ...

@@ -29,7 +29,12 @@ INLINE_BYTES = 8192
 
 @dataclass(slots=True)
 class ApiWorker:
-    """The parts of one API worker. tokenizer, detokenizer: None with skip_tokenizer_init."""
+    """The parts of one API worker.
+
+    Attributes:
+        tokenizer, detokenizer: None with skip_tokenizer_init.
+        is_draining: the server is about to end, and nothing but running sequences is waited for.
+    """
 
     settings: Settings
     worker_id: int
@@ -42,6 +47,7 @@ class ApiWorker:
     threads: ThreadPoolExecutor
     started_at_s: float
     next_stream: int = 0
+    is_draining: bool = False
 
     def stream_ids(self, count: int) -> list[int]:
         """`count` new stream ids."""
@@ -58,12 +64,11 @@ class ApiWorker:
             )
         return self.tokenizer
 
-    async def offload(self, size_bytes: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def offload(self, size_bytes: int, function: Callable[[], T]) -> T:
         """Call the function here if the input is small, else in a thread."""
         if size_bytes <= INLINE_BYTES:
-            return function(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function)
 
     def check_model(self, model: str | None) -> None:
         """Raise a 404 unless `model` is what is served, "default" or not given."""
@@ -113,6 +118,7 @@ def build_api_worker(
         channel,
         on_outputs=dispatcher.on_outputs,
         on_death=lambda reason: dispatcher.fail_all(503, reason),
+        on_unsent=dispatcher.fail,
         on_control=on_control,
         on_ready=on_ready,
     )

@@ -7,19 +7,24 @@ reordered.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from phalanx.core.errors import RequestError
 from phalanx.core.step import Finish, StepOutputs, TokenLogprobs
 from phalanx.server.errors import error_event
 from phalanx.server.logprobs import Positions, record
+from phalanx.server.pace import Pace
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
 from phalanx.text.output import FinishReason
 
 logger = logging.getLogger(__name__)
+
+_MANY_STREAMS = 128  # a call with more is answered in slices
 
 
 class Dispatcher:
@@ -40,6 +45,10 @@ class Dispatcher:
         """Sequences that are running or queued."""
         return len(self._streams)
 
+    def is_running(self, stream: OutputStream) -> bool:
+        """Whether the stream is registered and has not ended."""
+        return stream.stream_id in self._streams
+
     def register(self, call: Call) -> None:
         """Take on a call whose streams are complete."""
         call.num_open = len(call.streams)
@@ -51,6 +60,9 @@ class Dispatcher:
         """The client is gone or answered: end what still runs."""
         self._release([s for s in call.streams if s.finish is None])
         call.response.ended = True
+        if call.answering is not None:
+            call.answering.cancel()
+            call.answering = None
         # Call, streams and response know each other; without these ties they go without the collector.
         call.response.on_writable = None
         call.streams.clear()
@@ -68,11 +80,17 @@ class Dispatcher:
                 self._release([stream])
                 self._advance(stream, [], Finish.ABORT)
 
+    def fail(self, stream_id: int, status: int, message: str) -> None:
+        """End one stream with an error, if it still runs."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            stream.error = (status, message)
+            self._guarded(stream, [], Finish.ERROR)
+
     def fail_all(self, status: int, message: str) -> None:
         """End every stream with an error."""
         for stream in list(self._streams.values()):
-            stream.error = (status, message)
-            self._guarded(stream, [], Finish.ERROR)
+            self.fail(stream.stream_id, status, message)
 
     def on_outputs(self, steps: list[StepOutputs]) -> None:
         """Take the steps that have come, oldest first."""
@@ -150,8 +168,10 @@ class Dispatcher:
         alone = len(call.streams) == 1 or call.form.fails_whole
         if stream.error is not None and alone:
             self._fail_call(call, stream)
+        elif call.num_open == 0 and len(call.streams) <= _MANY_STREAMS:
+            call.response.write_whole(200, b"".join(call.form.whole(call)))
         elif call.num_open == 0:
-            call.response.write_whole(200, call.form.whole(call))
+            call.answering = asyncio.get_running_loop().create_task(_answer_in_slices(call))
 
     def _write(self, call: Call, streams: Iterable[OutputStream]) -> None:
         """One write for everything that these streams have to say."""
@@ -165,16 +185,17 @@ class Dispatcher:
             if part:
                 parts.append(part)
                 stream.has_started = True
-        if call.num_open == 0:
+        is_last = call.num_open == 0 and not call.waiting
+        if is_last:
             parts.append(call.form.tail(call))
         if parts:
-            call.response.write_event(b"".join(parts), more=call.num_open > 0)
+            call.response.write_event(b"".join(parts), more=not is_last)
 
     def _flush(self, call: Call) -> None:
-        """The client can take more."""
-        waiting, call.waiting = call.waiting, {}
-        if waiting:
-            self._write(call, waiting.values())
+        """The client can take more: as much of what waits as it takes."""
+        while call.waiting and not (call.response.blocked or call.response.ended):
+            first = list(islice(call.waiting, _MANY_STREAMS))
+            self._write(call, [call.waiting.pop(index) for index in first])
 
     def _fail_call(self, call: Call, stream: OutputStream) -> None:
         """Answer with the error of one stream and end the others."""
@@ -188,6 +209,21 @@ class Dispatcher:
             call.response.write_event(event, more=False)
         else:
             call.waiting[stream.index] = stream
+
+
+async def _answer_in_slices(call: Call) -> None:
+    """Write the whole answer of many sequences without holding up the event loop."""
+    pace = Pace()
+    parts = []
+    try:
+        for part in call.form.whole(call):
+            parts.append(part)
+            await pace.breathe()
+    except Exception:
+        logger.exception("an answer could not be written")
+        call.response.write_error(RequestError("internal error", status=500))
+    else:
+        call.response.write_whole(200, b"".join(parts))
 
 
 def _rows(steps: list[StepOutputs]) -> Iterable[tuple[int, list[int], int]]:

@@ -1,0 +1,89 @@
+"""Many or long texts to ids and back: in a thread and in slices, so that streams do not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from phalanx.core.errors import RequestError
+from phalanx.server.state import ApiWorker
+from phalanx.text.detokenizer import Detokenizer
+
+T = TypeVar("T", str, list[int])
+
+_SLICE_SIZE = 65536  # characters or ids: a few milliseconds of work that holds the interpreter's lock
+_SLICE_ITEMS = 256
+_ITEM_BYTES = 16  # what an item costs however short it is
+
+
+async def encode_texts(
+    worker: ApiWorker, texts: Sequence[str], *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """The ids of each text.
+
+    Raises:
+        RequestError: there is no tokenizer, or a text is no valid Unicode.
+    """
+    tokenizer = worker.require_tokenizer()
+    size = _size(texts)
+    ids: list[list[int]] = []
+    for part in _slices(texts):
+        ids += await worker.offload(
+            size, lambda part=part: tokenizer.encode_batch(part, add_special_tokens=add_special_tokens)
+        )
+    return ids
+
+
+async def decode_ids(
+    worker: ApiWorker, lists: Sequence[list[int]], *, skip_special_tokens: bool
+) -> list[str]:
+    """The text of each list of ids.
+
+    Raises:
+        RequestError: there is no tokenizer, or an id is outside the vocabulary.
+    """
+    worker.require_tokenizer()
+    assert worker.detokenizer is not None
+    detokenizer, vocab_size = worker.detokenizer, worker.settler.vocab_size
+
+    def decode(part: Sequence[list[int]]) -> list[str]:
+        for ids in part:
+            _check_ids(ids, vocab_size)
+        return [_decode(detokenizer, ids, skip_special_tokens) for ids in part]
+
+    size = _size(lists)
+    texts: list[str] = []
+    for part in _slices(lists):
+        texts += await worker.offload(size, lambda part=part: decode(part))
+    return texts
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise RequestError(f"tokens: id {bad} is outside the vocabulary of {vocab_size} ids", param="tokens")
+
+
+def _decode(detokenizer: Detokenizer, ids: list[int], skip_special_tokens: bool) -> str:
+    if len(ids) <= _SLICE_SIZE or not detokenizer.uses_table:
+        return detokenizer.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    # The library would hold the interpreter's lock from the first id to the last.
+    state = detokenizer.new_state(skip_special_tokens)
+    parts = [state.push(ids[i : i + _SLICE_SIZE]) for i in range(0, len(ids), _SLICE_SIZE)]
+    return "".join([*parts, state.finish()])
+
+
+def _size(items: Sequence[T]) -> int:
+    return sum(map(len, items)) + _ITEM_BYTES * (len(items) - 1)
+
+
+def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Consecutive items: as many as fit a slice, or one that does not."""
+    start = size = 0
+    for i, item in enumerate(items):
+        if i > start and (size + len(item) > _SLICE_SIZE or i - start == _SLICE_ITEMS):
+            yield items[start:i]
+            start, size = i, 0
+        size += len(item)
+    if items:
+        yield items[start:]

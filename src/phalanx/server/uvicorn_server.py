@@ -1,0 +1,52 @@
+"""Uvicorn as this server wants it: a drain that waits for running sequences and for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from phalanx.server.state import ApiWorker
+
+_POLL_S = 0.1
+_LAST_BYTES_S = 5.0  # how long a client may take to read the rest of an answer
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    def shutdown(self) -> None:
+        """The server ends: close at once unless a whole request is being answered."""
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self.transport.close()
+        else:
+            super().shutdown()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Such a request is answered as if it had not asked; Uvicorn would advise what to install."""
+
+
+class DrainingServer(uvicorn.Server):
+    """One worker's server."""
+
+    def __init__(self, config: uvicorn.Config, worker: ApiWorker) -> None:
+        super().__init__(config)
+        self._worker = worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to listen, wait for the running sequences, and end."""
+        self._worker.is_draining = True
+        closing = asyncio.get_running_loop().create_task(self._close_the_rest())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_the_rest(self) -> None:
+        """Close what is still open some seconds after the last sequence: nobody reads there, or asks more."""
+        idle_s = 0.0
+        while idle_s < _LAST_BYTES_S:
+            await asyncio.sleep(_POLL_S)
+            idle_s = 0.0 if self._worker.dispatcher.num_streams else idle_s + _POLL_S
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
