@@ -277,10 +277,16 @@ def test_whole_answers_measure_only_their_end() -> None:
             record((0, b'data: {"error": {"message": "oom"}}\n\n'), failure="connection cut"),
             "error event: oom",
         ),
-        (record((0, b"data: {oops\n\n" + DONE)), "malformed event: not JSON"),
-        (record((0, b"data: [1]\n\n" + DONE)), "malformed event: not an object"),
+        (
+            record((0, b"data: {oops\n\n" + DONE)),
+            "malformed event: JSON is malformed: object keys must be strings (byte 1)",
+        ),
+        (record((0, b"data: [1]\n\n" + DONE)), "malformed event: Expected `object`, got `array`"),
         (record((0, native("a", 3) + native("ab", 2) + DONE)), "malformed event: token count went down"),
-        (record((0, native("a", -1) + DONE)), "malformed event: bad token count"),
+        (
+            record((0, native("a", -1) + DONE)),
+            "malformed event: Expected `int` >= 0 - at `$.meta_info.completion_tokens`",
+        ),
         (
             record(
                 (0, b'data: {"meta_info": {"finish_reason": {"type": "abort", "message": "queue full"}}}\n\n')

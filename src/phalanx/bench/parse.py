@@ -5,13 +5,22 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
 from phalanx.bench.backends import Flavor
 from phalanx.bench.connection import RawRecord
+from phalanx.bench.events import (
+    NativeEvent,
+    OpenAiEvent,
+    abort_message,
+    decode_native,
+    decode_openai,
+    is_error,
+    num_ids,
+)
 from phalanx.bench.sse import parse_events
 
 _CAUSE_CHARS = 120
@@ -111,6 +120,9 @@ def parse_record(record: RawRecord, flavor: Flavor, stream: bool) -> Outcome:
             _fill_from_body(outcome, b"".join(record.pieces), flavor)
     except _Bad as bad:
         outcome = Outcome(record.index, record.start, record.end, failure=_shorten(str(bad)))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = f"malformed {'event' if stream else 'answer'}: {error}"
+        outcome = Outcome(record.index, record.start, record.end, failure=_shorten(what))
     return outcome
 
 
@@ -121,27 +133,19 @@ def _read_stream(record: RawRecord, flavor: Flavor) -> tuple[_Stream, bool]:
         _Bad: an error event or an event that cannot be read.
     """
     stream = _Stream()
-    read = {Flavor.NATIVE: _read_native, Flavor.COMPLETIONS: _read_completions, Flavor.CHAT: _read_chat}[
-        flavor
-    ]
     cut = record.failure is not None
     for event in parse_events(record.times, record.pieces):
         if event.data == b"[DONE]":
             return stream, True
-        try:
-            data = orjson.loads(event.data)
-        except orjson.JSONDecodeError:
-            if cut:
-                break
-            raise _Bad("malformed event: not JSON") from None
-        if not isinstance(data, dict):
-            raise _Bad("malformed event: not an object")
-        if event.name == "error" or data.get("error") or data.get("object") == "error":
+        if event.name == "error":
             raise _Bad(f"error event: {_error_text(event.data)}")
         try:
-            read(stream, event.time, data)
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise _Bad(f"malformed event: {type(error).__name__}") from None
+            _read(stream, event.time, event.data, flavor, "event")
+        except msgspec.DecodeError:
+            # A response that was cut may end inside an event.
+            if cut:
+                break
+            raise
     return stream, False
 
 
@@ -151,55 +155,61 @@ def _finished(stream: _Stream, done: bool) -> _Stream:
     return stream
 
 
-def _read_native(stream: _Stream, time: float, data: dict[str, Any]) -> None:
-    meta = data.get("meta_info") or {}
-    reason = meta.get("finish_reason")
-    if isinstance(reason, dict) and reason.get("type") == "abort":
-        raise _Bad(f"aborted by the server: {reason.get('message') or 'no reason given'}")
-    count = _note_counts(
-        stream, meta.get("completion_tokens"), meta.get("prompt_tokens"), meta.get("cached_tokens")
-    )
-    ids = data.get("output_ids")
-    if ids is not None and count and len(ids) != count:
+def _read(stream: _Stream, time: float, data: bytes, flavor: Flavor, what: str) -> None:
+    """Read one event or a whole answer.
+
+    Raises:
+        _Bad: an error report.
+        msgspec.DecodeError: it cannot be read.
+    """
+    event: NativeEvent | OpenAiEvent
+    event = decode_native(data) if flavor is Flavor.NATIVE else decode_openai(data)
+    if is_error(event):
+        raise _Bad(f"error {what}: {_error_text(data)}")
+    if isinstance(event, NativeEvent):
+        _read_native(stream, time, event)
+    else:
+        if what == "answer" and not event.choices:
+            raise _Bad("malformed answer: no choices")
+        _read_openai(stream, time, event)
+
+
+def _read_native(stream: _Stream, time: float, event: NativeEvent) -> None:
+    meta = event.meta_info
+    if (message := abort_message(meta)) is not None:
+        raise _Bad(f"aborted by the server: {message}")
+    count = None
+    if meta is not None:
+        count = _note_counts(stream, meta.completion_tokens, meta.prompt_tokens, meta.cached_tokens)
+    length = num_ids(event.output_ids)
+    if length is not None and count and length != count:
         stream.cumulative_ids = False
-    elif ids is not None and count and stream.cumulative_ids is None and len(stream.times) > 0:
+    elif length is not None and count and stream.cumulative_ids is None and stream.times:
         stream.cumulative_ids = True
-    _add_chunk(stream, time, data.get("text") or "", count)
+    _add_chunk(stream, time, event.text or "", count)
 
 
-def _read_completions(stream: _Stream, time: float, data: dict[str, Any]) -> None:
-    count = _read_usage(stream, data)
-    choices = data.get("choices") or []
-    if choices:
-        _add_chunk(stream, time, choices[0].get("text") or "", count)
-
-
-def _read_chat(stream: _Stream, time: float, data: dict[str, Any]) -> None:
-    count = _read_usage(stream, data)
-    choices = data.get("choices") or []
-    if choices:
-        delta = choices[0].get("delta") or {}
-        text = (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+def _read_openai(stream: _Stream, time: float, event: OpenAiEvent) -> None:
+    count, usage = None, event.usage
+    if usage is not None:
+        details = usage.prompt_tokens_details
+        cached = details.cached_tokens if details is not None else None
+        count = _note_counts(stream, usage.completion_tokens, usage.prompt_tokens, cached)
+    if event.choices:
+        choice = event.choices[0]
+        said = choice.delta or choice.message
+        text = choice.text or ""
+        if said is not None:
+            text = (said.reasoning_content or said.reasoning or "") + (said.content or "")
         _add_chunk(stream, time, text, count)
 
 
-def _read_usage(stream: _Stream, data: dict[str, Any]) -> int | None:
-    usage = data.get("usage") or {}
-    details = usage.get("prompt_tokens_details") or {}
-    return _note_counts(
-        stream, usage.get("completion_tokens"), usage.get("prompt_tokens"), details.get("cached_tokens")
-    )
-
-
-def _note_counts(stream: _Stream, output: Any, prompt: Any, cached: Any) -> int | None:
+def _note_counts(stream: _Stream, output: int | None, prompt: int | None, cached: int | None) -> int | None:
     """Keep what an event says about token counts; return the output tokens so far, if it says that."""
-    for count in (output, prompt, cached):
-        if count is not None and (type(count) is not int or count < 0):
-            raise _Bad("malformed event: bad token count")
     stream.total = stream.total if output is None else output
     stream.num_prompt_tokens = stream.num_prompt_tokens if prompt is None else prompt
     stream.num_cached_tokens = stream.num_cached_tokens if cached is None else cached
-    return None if output is None else int(output)
+    return output
 
 
 def _add_chunk(stream: _Stream, time: float, text: str, count: int | None) -> None:
@@ -208,8 +218,6 @@ def _add_chunk(stream: _Stream, time: float, text: str, count: int | None) -> No
     One without text shows a reader nothing: the tokens it may have had (half a character, a special token)
     are counted with the next text.
     """
-    if not isinstance(text, str):
-        raise _Bad("malformed event: text is not a string")
     if text:
         stream.times.append(time)
         stream.texts.append(text)
@@ -260,22 +268,8 @@ def _native_texts(stream: _Stream) -> tuple[str, list[str]]:
 
 def _fill_from_body(outcome: Outcome, body: bytes, flavor: Flavor) -> None:
     """Read a whole answer. Nothing but its end was observed, so no chunk times are made up."""
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        raise _Bad("malformed answer: not JSON") from None
-    if not isinstance(data, dict) or data.get("error") or data.get("object") == "error":
-        raise _Bad(f"error answer: {_error_text(body)}")
     stream = _Stream()
-    try:
-        if flavor is Flavor.NATIVE:
-            _read_native(stream, outcome.end, data)
-        elif flavor is Flavor.COMPLETIONS:
-            _read_completions(stream, outcome.end, data)
-        else:
-            _read_chat(stream, outcome.end, {**data, "choices": [{"delta": data["choices"][0]["message"]}]})
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        raise _Bad(f"malformed answer: {type(error).__name__}") from None
+    _read(stream, outcome.end, body, flavor, "answer")
     outcome.text = "".join(stream.texts)
     _fill_counts(outcome, stream)
 
