@@ -20,6 +20,7 @@ from phalanx.text.output import TextStream
 
 MAX_OUTPUTS = 1024  # SamplingParams.check allows no more for n
 MAX_SEQUENCES = 16384  # outputs of all prompts of one HTTP request
+MAX_LOGPROBS = 2**18  # alternatives and asked-for ids per position, of all outputs of one HTTP request
 MAX_RID_CHARS = 256
 _SUBMIT_SLICE = 128  # sequences per message: with the largest logit_bias, some milliseconds of encoding
 
@@ -77,6 +78,7 @@ async def make_streams(
         RequestError: any prompt or parameter is wrong; the whole call is refused.
     """
     pace = Pace()
+    num_logprobs = 0
     for ask in asks:
         try:
             if ask.sampling.stop and worker.detokenizer is None:
@@ -86,6 +88,9 @@ async def make_streams(
             requests = worker.settler.settle(stream_ids, ask.input_ids, ask.sampling, ask.logprobs)
         except RequestError as error:
             raise renamed(error, names or {}) from None
+        if ask.logprobs is not None:
+            num_logprobs += len(requests) * (ask.logprobs.top_k + len(ask.logprobs.token_ids))
+            _check_logprobs(num_logprobs)
         rid = ask.rid or uuid.uuid4().hex
         for i, request in enumerate(requests):
             call.streams.append(
@@ -99,6 +104,15 @@ async def make_streams(
                 )
             )
             await pace.breathe()
+
+
+def _check_logprobs(num_logprobs: int) -> None:
+    if num_logprobs > MAX_LOGPROBS:
+        raise RequestError(
+            f"the request asks for {num_logprobs} or more log-probabilities per position, of all its outputs "
+            f"together; at most {MAX_LOGPROBS} are allowed",
+            code="too_many_logprobs",
+        )
 
 
 async def run_call(worker: ApiWorker, call: Call, receive: Receive) -> None:

@@ -29,10 +29,8 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 
 async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one request; errors are raised as RequestError before anything is sent."""
-    body = await worker.offload(len(raw_body), lambda: decode_json(_decoder, raw_body))
-    refuse_unsupported(body, UNSUPPORTED)
+    body, texts, prompts, is_batch = await worker.offload(len(raw_body), lambda: _decode(raw_body))
     name = "text" if body.text is not None else "input_ids"
-    texts, prompts, is_batch = _prompts(body)
     count = len(texts or prompts)
     num_outputs = _num_outputs(body, count)
     check_sequences(count, num_outputs, name)
@@ -73,22 +71,24 @@ def _num_outputs(body: GenerateBody, count: int) -> int:
     return sum(possible_outputs(one.n) for one in fields)
 
 
-def _prompts(body: GenerateBody) -> tuple[list[str], list[list[int]], bool]:
-    """The texts or the ids of the prompts, and whether the client sent a list of prompts."""
+def _decode(raw_body: bytes) -> tuple[GenerateBody, list[str], list[list[int]], bool]:
+    """The body, the texts or the ids of its prompts, and whether the client sent a list of prompts."""
+    body = decode_json(_decoder, raw_body)
+    refuse_unsupported(body, UNSUPPORTED)
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
     if body.text is not None:
         texts = [body.text] if isinstance(body.text, str) else body.text
         if not texts or not all(texts):
             raise RequestError("text is empty: a prompt needs at least one token", param="text")
-        return texts, [], isinstance(body.text, list)
+        return body, texts, [], isinstance(body.text, list)
     ids = body.input_ids or []
     lists = [x for x in ids if isinstance(x, list)]
     if lists and len(lists) != len(ids):
         raise RequestError("input_ids mixes ids and lists of ids", param="input_ids")
     if lists:
-        return [], lists, True
-    return [], [[x for x in ids if isinstance(x, int)]], False
+        return body, [], lists, True
+    return body, [], [[x for x in ids if isinstance(x, int)]], False
 
 
 def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str | None]:

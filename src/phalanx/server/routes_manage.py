@@ -152,7 +152,7 @@ def _add_text(router: APIRouter, worker: ApiWorker) -> None:
         many = isinstance(body.prompt, list)
         if isinstance(body.prompt, str):
             tokens = tokens[0]
-        count = [len(ids) for ids in tokens] if many else len(tokens)
+        count = list(map(len, tokens)) if many else len(tokens)
         max_len = worker.settings.scheduler.context_length
         return _json({"tokens": tokens, "count": count, "max_model_len": max_len})
 
@@ -160,14 +160,19 @@ def _add_text(router: APIRouter, worker: ApiWorker) -> None:
     @router.post("/v1/detokenize", include_in_schema=False)
     async def detokenize(request: Request) -> Response:
         raw = await _body(request, worker)
-        body = await worker.offload(len(raw), lambda: decode_json(_detokenize_decoder, raw))
+        body, lists, many = await worker.offload(len(raw), lambda: _id_lists(raw))
         worker.check_model(body.model)
-        lists = [x for x in body.tokens if isinstance(x, list)]
-        if lists and len(lists) != len(body.tokens):
-            raise RequestError("tokens mixes ids and lists of ids", param="tokens")
-        each = lists or [[x for x in body.tokens if isinstance(x, int)]]
-        texts = await decode_ids(worker, each, skip_special_tokens=body.skip_special_tokens)
-        return _json({"text": texts if lists else texts[0]})
+        texts = await decode_ids(worker, lists, skip_special_tokens=body.skip_special_tokens)
+        return _json({"text": texts if many else texts[0]})
+
+
+def _id_lists(raw: bytes) -> tuple[DetokenizeBody, list[list[int]], bool]:
+    """The body, its lists of ids, and whether the client sent several."""
+    body = decode_json(_detokenize_decoder, raw)
+    lists = [x for x in body.tokens if isinstance(x, list)]
+    if lists and len(lists) != len(body.tokens):
+        raise RequestError("tokens mixes ids and lists of ids", param="tokens")
+    return body, lists or [[x for x in body.tokens if isinstance(x, int)]], bool(lists)
 
 
 def _json(value: dict[str, Any]) -> Response:

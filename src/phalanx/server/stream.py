@@ -1,15 +1,16 @@
 """The dispatcher: walks each step's arrays once and writes every stream's bytes itself.
 
 No task, queue or event per stream. What comes while a client's buffer is full is joined into its next chunk;
-what comes in several messages at once is joined per stream before it is written. Text is never lost or
-reordered.
+what comes in several messages at once, or while earlier ones are worked on, is joined per stream before it is
+written. Text is never lost or reordered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from phalanx.text.output import FinishReason
 logger = logging.getLogger(__name__)
 
 _MANY_STREAMS = 128  # a call with more is answered in slices
+_SLICE_S = 0.02
 
 
 class Dispatcher:
@@ -39,6 +41,8 @@ class Dispatcher:
         self._abort = abort
         self._interval = stream_interval
         self._streams: dict[int, OutputStream] = {}
+        self._backlog: list[StepOutputs] = []
+        self._work: Iterator[None] | None = None
 
     @property
     def num_streams(self) -> int:
@@ -75,6 +79,7 @@ class Dispatcher:
 
     def abort_matching(self, rid: str | None) -> None:
         """End the streams whose rid begins with `rid` (None: all), and tell their clients."""
+        self._catch_up()
         for stream in list(self._streams.values()):
             if stream.finish is None and (rid is None or stream.rid.startswith(rid)):
                 self._release([stream])
@@ -89,11 +94,57 @@ class Dispatcher:
 
     def fail_all(self, status: int, message: str) -> None:
         """End every stream with an error."""
+        self._catch_up()
         for stream in list(self._streams.values()):
             self.fail(stream.stream_id, status, message)
 
     def on_outputs(self, steps: list[StepOutputs]) -> None:
-        """Take the steps that have come, oldest first."""
+        """Take the steps that have come, oldest first; what takes long goes on in later turns of the loop."""
+        self._backlog += steps
+        if self._work is None:
+            self._work = self._work_off()
+            self._resume()
+
+    def _resume(self) -> None:
+        """Work for one slice of time."""
+        if self._work is None:
+            return
+        end_s = time.monotonic() + _SLICE_S
+        try:
+            for _ in self._work:
+                if time.monotonic() >= end_s:
+                    asyncio.get_running_loop().call_soon(self._resume)
+                    return
+        except Exception:
+            self._work = None
+            raise
+        self._work = None
+
+    def _catch_up(self) -> None:
+        """Work off all that has come."""
+        if self._work is not None:
+            for _ in self._work:
+                pass
+            self._work = None
+
+    def _work_off(self) -> Iterator[None]:
+        """Write what the steps that have come say; pauses after each stream."""
+        find = self._streams.get
+        while self._backlog:
+            steps, self._backlog = self._backlog, []
+            self._note(steps)
+            for stream_id, ids, finish in _rows(steps):
+                stream = find(stream_id)
+                if stream is not None:
+                    self._guarded(stream, ids, finish)
+                    yield
+            for step in steps:
+                for stream_id, _, _ in step.errors:
+                    if stream_id in self._streams:  # an error without a row of its own
+                        self._guarded(self._streams[stream_id], [], Finish.ERROR)
+
+    def _note(self, steps: list[StepOutputs]) -> None:
+        """Put errors and log-probabilities where the streams find them when their rows are told."""
         for step in steps:
             for stream_id, status, message in step.errors:
                 if stream_id in self._streams:
@@ -102,15 +153,6 @@ class Dispatcher:
                 self._record(step, step.logprobs, is_prompt=False)
             if step.prompt_logprobs is not None:
                 self._record(step, step.prompt_logprobs, is_prompt=True)
-        find = self._streams.get
-        for stream_id, ids, finish in _rows(steps):
-            stream = find(stream_id)
-            if stream is not None:
-                self._guarded(stream, ids, finish)
-        for step in steps:
-            for stream_id, _, _ in step.errors:
-                if stream_id in self._streams:  # an error without a row of its own
-                    self._guarded(self._streams[stream_id], [], Finish.ERROR)
 
     def _record(self, step: StepOutputs, logprobs: TokenLogprobs, *, is_prompt: bool) -> None:
         stream_ids = step.stream_ids.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from phalanx.core.errors import RequestError
@@ -28,9 +29,8 @@ async def encode_texts(
     size = _size(texts)
     ids: list[list[int]] = []
     for part in _slices(texts):
-        ids += await worker.offload(
-            size, lambda part=part: tokenizer.encode_batch(part, add_special_tokens=add_special_tokens)
-        )
+        encode = partial(tokenizer.encode_batch, part, add_special_tokens=add_special_tokens)
+        ids += await worker.offload(size, encode)
     return ids
 
 
@@ -54,7 +54,7 @@ async def decode_ids(
     size = _size(lists)
     texts: list[str] = []
     for part in _slices(lists):
-        texts += await worker.offload(size, lambda part=part: decode(part))
+        texts += await worker.offload(size, partial(decode, part))
     return texts
 
 
