@@ -91,6 +91,7 @@ class Server:
     requests: list[tuple[str, dict]] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
     held: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    next_hold: int = sys.maxsize
     gauges: tuple[int, int] | None = None
     num_open: int = 0
     num_accepted: int = 0
@@ -149,8 +150,12 @@ class _Connection(asyncio.Protocol):
         server.heads.append(head)
         reply = server.respond(path, parsed, len(server.requests) - 1)
         server.held.append((reply.hold, functools.partial(self._start, reply)))
+        server.next_hold = min(server.next_hold, reply.hold)
+        if len(server.requests) < server.next_hold:
+            return
         due = [start for hold, start in server.held if hold <= len(server.requests)]
         server.held = [(hold, start) for hold, start in server.held if hold > len(server.requests)]
+        server.next_hold = min((hold for hold, _ in server.held), default=sys.maxsize)
         for start in due:
             start()
 

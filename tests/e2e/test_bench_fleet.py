@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +148,24 @@ def test_auto_takes_a_process_per_1024_streams_and_half_the_cores(monkeypatch: p
     assert settle_num_processes(None, 5000, None) == 5
     assert settle_num_processes(None, 100_000, 2048) == 2
     assert settle_num_processes(None, 100_000, None) == 8
+
+
+def test_8192_streams_at_once_complete() -> None:
+    """Nobody is answered before all have asked, so all of them are open at one instant."""
+    if 0 < resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8300:
+        pytest.skip("the hard limit of file descriptors is too low")
+    command = [sys.executable, str(HERE / "sse_server.py"), "--num-tokens", "2", "--interval-ms", "1"]
+    with subprocess.Popen(
+        [*command, "--hold", "8192"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        target = make_target(None, "127.0.0.1", int(server.stdout.readline()), [])
+        wires = [target.wire_request("/generate", b"{}")] * 8192
+        record = run_fleet(Load(target, wires, np.zeros(8192), None, Flavor.NATIVE, True), 2)
+        server.communicate("")
+    assert Counter(outcome.failure for outcome in record.outcomes) == {None: 8192}
+    assert peak(record, range(8192)) == 8192
+    assert [process.num_connections for process in record.processes] == [4096, 4096]
 
 
 # ---- what can go wrong

@@ -1,0 +1,145 @@
+"""What the load client costs: events per second and client core, against a sender on another core.
+
+    python benchmarks/client_load.py --streams 4096 --events 64 --rate 40000
+
+The sender answers nobody before all streams are open, then writes one event of --event-bytes to each stream
+in turn, --rate events a second in all (0: as fast as it can). The client is the one of `bench serving` with
+all its accounting; its figures are computed and checked afterwards. Prints one JSON line last. On two cores
+or more the sender is bound to the last one and the client to the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import resource
+import select
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from phalanx.bench.backends import Flavor
+from phalanx.bench.check import check_possible
+from phalanx.bench.client_load import judge_client
+from phalanx.bench.fleet import Load, run_fleet
+from phalanx.bench.metrics import Asked, compute_metrics
+from phalanx.bench.target import Target
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+class Words:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[str]:
+        return text.split()
+
+
+def chunk(number: int, num_bytes: int) -> bytes:
+    """One event in the transfer coding; its JSON is padded to `num_bytes` of event."""
+    body = {"text": "w", "meta_info": {"id": "", "completion_tokens": number, "prompt_tokens": 8}}
+    short = len(b"data: " + json.dumps(body).encode() + b"\n\n")
+    body["meta_info"]["id"] = "x" * max(0, num_bytes - short)
+    event = b"data: " + json.dumps(body).encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+def raise_limit() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def send_all(channel: Connection, args: argparse.Namespace, cores: set[int]) -> None:
+    """The sender process: accept, wait for every request, then write in turn."""
+    os.sched_setaffinity(0, cores)
+    raise_limit()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=8192)
+    channel.send(listener.getsockname()[1])
+    streams = accept_all(listener, args.streams)
+    chunks = [chunk(n, args.event_bytes) for n in range(1, args.events + 1)]
+    began = time.perf_counter()
+    for number, data in enumerate([HEAD + chunks[0], *chunks[1:-1], chunks[-1] + END]):
+        for place, stream in enumerate(streams):
+            # Pace every 64 events: a burst of all streams at once would measure the queue, not the client.
+            if args.rate and place % 64 == 0:
+                due = began + (number * len(streams) + place) / args.rate
+                while (wait := due - time.perf_counter()) > 0:
+                    time.sleep(wait)
+            stream.sendall(data)
+    channel.send(time.perf_counter() - began)
+
+
+def accept_all(listener: socket.socket, count: int) -> list[socket.socket]:
+    poll, streams, ready = select.epoll(), {}, []
+    poll.register(listener, select.EPOLLIN)
+    while len(ready) < count:
+        for fileno, _ in poll.poll():
+            if fileno == listener.fileno():
+                stream, _ = listener.accept()
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                streams[stream.fileno()] = stream
+                poll.register(stream, select.EPOLLIN)
+            else:
+                assert streams[fileno].recv(4096).endswith(b"}")  # a small request comes in one piece
+                ready.append(streams[fileno])
+    return ready
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--streams", type=int, default=4096)
+    parser.add_argument("--events", type=int, default=64, help="events of each stream, 2 at least")
+    parser.add_argument("--event-bytes", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=40000.0, help="events/s over all streams; 0: no pacing")
+    parser.add_argument("--client-processes", type=int, default=1)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    sender_cores, client_cores = (
+        ({cores[-1]}, set(cores[:-1])) if len(cores) > 1 else (set(cores), set(cores))
+    )
+    here, there = mp.Pipe()
+    sender = mp.get_context("spawn").Process(target=send_all, args=(there, args, sender_cores), daemon=True)
+    sender.start()
+    os.sched_setaffinity(0, client_cores)
+    target = Target("127.0.0.1", here.recv())
+    n = args.streams
+    load = Load(target, [target.wire_request("/generate", b"{}")] * n, np.zeros(n), None, Flavor.NATIVE, True)
+    record = run_fleet(load, args.client_processes)
+    send_s = here.recv()
+    sender.join(10)
+    asked = Asked(np.ones(n, np.int64), np.ones(n, np.int64), record.due, record.sent, np.empty(0))
+    metrics = compute_metrics(
+        record.outcomes, asked, record.ended - record.began, Words(), began=record.began
+    )
+    check_possible(metrics)
+    times = np.concatenate([outcome.event_times for outcome in record.outcomes])
+    # Without the ramp: all connections were opened before the first event.
+    window = tuple(np.quantile(times, [0.05, 0.95]))
+    num_events = int(np.count_nonzero((times >= window[0]) & (times <= window[1])))
+    client = judge_client(record.processes, window)
+    shares = [process.cpu_share or 0.0 for process in client.processes]
+    span = window[1] - window[0]
+    result = {
+        "completed": metrics.num_completed,
+        "failures": metrics.failures,
+        "events": len(times),
+        "output_tokens": metrics.total_output,
+        "sender_events_per_s": n * args.events / send_s,
+        "events_per_s": num_events / span,
+        "client_cores": sum(shares),
+        "us_per_event": sum(shares) * span / num_events * 1e6,
+        "events_per_s_per_core": num_events / span / max(sum(shares), 1e-9),
+        "lag_p99_ms": client.worst("window_lag_p99_ms"),
+        "client_bottleneck": client.bottleneck,
+        "load_average": os.getloadavg()[0],
+    }
+    for name, value in result.items():
+        print(f"{name:<24} {value}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
