@@ -122,6 +122,16 @@ def test_connections_are_kept_and_reused(server, engine):
             assert client.post(path, content=b"{}").status_code in (400, 404, 405)
 
 
+def test_upgrade_is_ignored_and_nothing_is_advised(tmp_path, tokenizer, capfd):
+    with running(tmp_path, make_settings(tokenizer)) as server:
+        for upgrade in ("websocket", "h2c"):
+            headers = {"connection": "upgrade", "upgrade": upgrade}
+            with httpx.Client(base_url=server.url) as client:
+                assert client.get("/v1/models", headers=headers).status_code == 200
+                assert client.get("/health").status_code == 200  # on the same connection
+    assert "pgrade" not in capfd.readouterr().err
+
+
 # ---- clients that read slowly, or all at once
 
 
@@ -199,6 +209,8 @@ def test_loading_then_ready(tmp_path, tokenizer):
     server = Server(tmp_path, make_settings(tokenizer))
     try:
         server.wait_status(503)
+        for path in ("/health/", "/ready", "/ping"):
+            assert httpx.get(server.url + path).status_code == 503
         reply = httpx.post(f"{server.url}/generate", json={"text": "x"})
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "loading"
         assert httpx.get(f"{server.url}/server_info").status_code == 503
@@ -294,6 +306,62 @@ def test_sigterm_finishes_requests_and_exits_with_0(tmp_path, tokenizer):
         server.close()
 
 
+def test_sigterm_waits_for_nobody_but_running_sequences(tmp_path, tokenizer):
+    """Half a request, or none, is closed at once; the running stream is finished."""
+    server = Server(tmp_path, make_settings(tokenizer))
+    try:
+        server.engine.announce()
+        server.wait_status(200)
+        server.engine.budget = 1
+        running_client = post_raw(server, "/generate", {"text": "x", "stream": True})
+        assert running_client.recv(10_000)
+        head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+        used = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        starts = {"nothing": b"", "half a head": head[:20], "no body": head, "half a body": head + b"{"}
+        starts |= {
+            "a body for FastAPI": head.replace(b"generate", b"tokenize") + b"{",
+            "after a request": used,
+            "half a second request": used + head + b"{",
+        }
+        clients = {}
+        for name, data in starts.items():
+            clients[name] = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+            clients[name].sendall(data)
+        flush = post_raw(server, "/flush_cache?timeout=100", {})
+        time.sleep(0.5)
+        server.process.terminate()
+        for name, client in clients.items():
+            while part := client.recv(10_000):
+                assert part.startswith(b"HTTP/1.1 200"), name
+            client.close()
+        assert flush.recv(10_000).startswith(b"HTTP/1.1 400")
+        flush.close()
+        assert server.process.poll() is None and server.engine.running
+        server.engine.budget = None
+        assert b"[DONE]" in read_all(running_client)
+        assert server.process.wait(20) == 0
+    finally:
+        server.close()
+
+
+def test_sigterm_does_not_wait_long_for_a_client_that_does_not_read(tmp_path, tokenizer):
+    settings = make_settings(tokenizer)
+    scheduler = msgspec.structs.replace(settings.scheduler, context_length=5000)
+    server = Server(tmp_path, msgspec.structs.replace(settings, scheduler=scheduler))
+    try:
+        server.engine.announce()
+        server.wait_status(200)
+        server.engine.step_s = 0.0005
+        body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 4000}}
+        client = post_raw(server, "/generate", body, receive_buffer=4096)
+        wait_until(lambda: bool(server.engine.seen) and not server.engine.running, "the engine's end", 60)
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        client.close()
+    finally:
+        server.close()
+
+
 def test_worker_does_not_outlive_its_parent(tmp_path, tokenizer):
     """The worker's parent is killed: the worker is gone within seconds."""
     settings = tmp_path / "settings.json"
@@ -331,7 +399,8 @@ def test_api_key(tmp_path, tokenizer):
     """B47: health and preflight are open, everything else asks for the key."""
     with running(tmp_path, make_settings(tokenizer, api_key="sesame")) as server:
         with httpx.Client(base_url=server.url) as client:
-            assert client.get("/health").status_code == 200
+            for path in ("/health", "/health/", "/ready", "/ready/", "/ping", "/ping/"):
+                assert client.get(path).status_code == 200
             assert client.options("/generate").status_code == 200
             paths = ["/generate", "/v1/chat/completions", "/v1/completions", "/tokenize", "/abort_request"]
             for method, path in [

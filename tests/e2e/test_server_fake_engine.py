@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import httpx
 import msgspec
 import pytest
@@ -308,6 +310,14 @@ BAD = [
     ({"return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
     ({"return_logprob": True, "token_ids_logprob": [VOCAB_SIZE]}, None),
     ({"rid": ["a", "b"]}, "rid"),
+    ({"rid": "r" * 257}, "rid"),
+    ({"text": ["x", "y"], "rid": ["a", "r" * 257]}, "rid"),
+    ({"return_logprob": True, "token_ids_logprob": [1] * 1025}, "token_ids_logprob"),
+    ({"return_logprob": True, "token_ids_logprob": [[1] * 1025]}, "token_ids_logprob"),
+    ({"text": ["x"] * 16385}, "text"),
+    ({"text": None, "input_ids": [[1]] * 16385}, "input_ids"),
+    ({"text": ["x"] * 17, "sampling_params": {"n": 1024}}, "n"),
+    ({"text": ["x"] * 17, "sampling_params": [{"n": 1024}] * 17}, "n"),
     ({"stream": "yes"}, "stream"),
 ]
 
@@ -339,6 +349,32 @@ def test_bad_input_is_a_400_that_names_the_field(client, engine, body, param, is
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/v1/completions", "/tokenize"])
 def test_bodies_that_are_no_json_object(client, path, raw):
     error_of(client.post(path, content=raw), 400)
+
+
+def test_too_many_sequences_are_refused_with_the_numbers(client, engine):
+    for body, prompts, wanted in [
+        ({"input_ids": [[1]] * 20_000}, 20_000, 20_000),
+        ({"text": ["x"] * 40, "sampling_params": {"n": 1000}}, 40, 40_000),
+    ]:
+        message = error_of(client.post("/generate", json=body), 400)["message"]
+        assert all(str(number) in message for number in (prompts, wanted, 16384)), message
+    assert engine.seen == []
+
+
+def test_a_request_may_have_many_sequences(client, engine):
+    body = {"input_ids": [[1 + i % 9] for i in range(1000)], "sampling_params": {"max_new_tokens": 2}}
+    replies = client.post("/generate", json={**body, "rid": "r" * 256}).json()
+    assert len(replies) == len(engine.seen) == 1000 and {r["text"] for r in replies} == {"ab"}
+    assert [r.input_ids.tolist() for r in engine.seen] == body["input_ids"]
+
+
+def test_too_many_logprobs_are_refused(client, engine):
+    body = {"input_ids": [[1]] * 300, "return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+    wide = {"token_ids_logprob": [1] * 1000}
+    error = error_of(client.post("/generate", json={**body, **wide}), 400)
+    assert error["code"] == "too_many_logprobs" and str(2**18) in error["message"]
+    assert engine.seen == []
+    assert client.post("/generate", json={**body, "top_logprobs_num": 20}).status_code == 200
 
 
 def test_unknown_fields_and_empty_wishes_are_ignored(client):
@@ -485,6 +521,21 @@ def test_tokenize_and_detokenize(client):
     error_of(client.post("/detokenize", json={"tokens": [10**30]}), 400, "tokens")
     error_of(client.post("/detokenize", json={}), 400, "tokens")
     error_of(client.post("/tokenize", json={}), 400, "prompt")
+    assert client.post("/tokenize", json={"prompt": []}).json()["tokens"] == []
+
+
+def test_much_to_tokenize_and_detokenize(client):
+    """More than is done inline: many texts, and long ones."""
+    words = [f"wörd {i}" for i in range(3000)]
+    reply = client.post("/tokenize", json={"prompt": words}).json()
+    assert reply["tokens"] == [list(word.encode()) for word in words]
+    reply = client.post("/detokenize", json={"tokens": reply["tokens"]})
+    assert reply.json() == {"text": words}
+    long = "né " * 60_000
+    reply = client.post("/tokenize", json={"prompt": long}).json()
+    assert reply["count"] == len(long.encode())
+    assert client.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"text": long}
+    error_of(client.post("/detokenize", json={"tokens": [[1]] * 9000 + [[-1]]}), 400, "tokens")
 
 
 def test_flush_cache(client, engine):
@@ -495,7 +546,33 @@ def test_flush_cache(client, engine):
         assert next(lines)
         error_of(client.get("/flush_cache"), 400)
     wait_until(lambda: client.post("/flush_cache").status_code == 200, "a flush after the client left")
-    error_of(client.post("/flush_cache?timeout=soon"), 400, "timeout")
+    for timeout in ("soon", "nan", "inf", "-inf", "-1", "-0.001"):
+        error_of(client.post(f"/flush_cache?timeout={timeout}"), 400, "timeout")
+    assert client.get("/flush_cache?timeout=1e18").status_code == 200
+
+
+def test_flush_that_waits_ends_with_its_client(client, engine):
+    engine.budget, asked = 1, []
+    handle = engine.handle
+
+    def count(worker, message):
+        asked.append(message) if getattr(message, "op", "") == "flush_cache" else None
+        handle(worker, message)
+
+    with client.stream("POST", "/generate", json={"text": "x", "stream": True}) as reply:
+        lines = reply.iter_lines()
+        assert next(lines)
+        engine.handle = count
+        try:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/flush_cache?timeout=1e18", timeout=0.5)
+            assert asked
+            time.sleep(0.5)
+            before = len(asked)
+            time.sleep(0.5)
+            assert len(asked) == before
+        finally:
+            engine.handle = handle
 
 
 def test_abort_request(client, engine):
@@ -511,6 +588,12 @@ def test_abort_request(client, engine):
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"type":"abort"' in rest[-2] and '"text":"ab"' in rest[-2]
     wait_until(lambda: len(engine.aborted) == 2, "aborts in the engine")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_health_has_three_names(client, path):
+    for url in (path, path + "/"):
+        assert client.get(url).status_code == 200
 
 
 def test_health_generate(client, engine):
@@ -535,6 +618,10 @@ def test_openapi_tells_of_every_route(client):
     schema = document["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     name = schema["$ref"].rsplit("/", 1)[1]
     assert "return_logprob" in document["components"]["schemas"][name]["properties"]
+    operations = [op for methods in document["paths"].values() for op in methods.values()]
+    ids = [op["operationId"] for op in operations if "operationId" in op]
+    assert len(set(ids)) == len(ids) >= 10
+    assert set(document["paths"]["/flush_cache"]) == {"get", "post"}
 
 
 def test_preflight_is_open(client):

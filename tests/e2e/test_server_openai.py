@@ -316,6 +316,11 @@ CHAT_BAD = [
     ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"rid": "r" * 257}, "rid"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -339,6 +344,9 @@ COMPLETION_BAD = [
     ({"logprobs": 99}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"use_beam_search": True}, "use_beam_search"),
+    ({"prompt": ["x"] * 16385}, "prompt"),
+    ({"prompt": [[1]] * 17, "n": 1024, "echo": True}, "n"),
+    ({"rid": "r" * 257}, "rid"),
     ({"guided_json": {}, "guided_regex": "x"}, "guided_regex"),
 ]
 
@@ -377,6 +385,20 @@ def test_harmless_wishes_are_accepted(client, engine):
     )
     chat(client, max_tokens=1, tool_choice="none", tools=[{"type": "function", "function": {"name": "f"}}])
     assert [r.input_ids.tolist() for r in engine.seen] == [PROMPT, PROMPT]
+
+
+@pytest.mark.parametrize(
+    "name", ["function", "size_bytes", "args", "kwargs", "loop", "enable_thinking", "no name"]
+)
+def test_template_variables_may_have_any_other_name(client, engine, name):
+    chat(client, max_tokens=1, extra_body={"chat_template_kwargs": {name: 1}})
+    assert engine.seen[0].input_ids.tolist() == PROMPT
+
+
+def test_tools_are_refused_with_the_reason(http):
+    body = {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert "tool calling is not built yet" in error["message"]
 
 
 def test_unknown_model(client):
