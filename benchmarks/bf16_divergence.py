@@ -4,7 +4,7 @@
 
 In fp32 there is no difference (the test suite requires it). In bf16 a matrix product of one row and one of 64
 rows round differently, so two nearly equal logits may change places; from then on the texts differ. For each
-prompt this prints the first position that differs and the gap between the two tokens' log-probabilities there.
+prompt this prints the first position that differs and the gap of the two log-probabilities there.
 For a greedy request a gap of more than a few bf16 steps (0.125 for logits of 16 to 32) would be a fault, not
 rounding. The last line is JSON.
 """
