@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_GRID = 200_001
+_GRID = 50_001
 
 
 @dataclass(frozen=True, slots=True)
