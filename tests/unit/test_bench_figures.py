@@ -22,7 +22,7 @@ from phalanx.bench.timeline import Timeline, make_timeline
 def timeline(
     spans: list[tuple[float, float]], tokens: list[tuple[float, int]] | None = None, began: float = 1000.0
 ) -> Timeline:
-    """A run of successful requests (start, end) and output tokens (time, count), in seconds from its start."""
+    """A run of successful requests (start, end) and output tokens (time, count), in seconds."""
     outcomes = [Outcome(i, began + start, began + end) for i, (start, end) in enumerate(spans)]
     times, counts = zip(*tokens, strict=True) if tokens else ((), ())
     duration = max((end for _, end in spans), default=0.0)
