@@ -47,6 +47,8 @@ NO_TORCH = [
     "phalanx.runtime.channels",
     "phalanx.server.app",
     "phalanx.bench_serving",
+    "phalanx.bench_sweep",
+    "phalanx.bench_compare",
 ]
 
 
