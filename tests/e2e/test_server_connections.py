@@ -352,7 +352,7 @@ def test_sigterm_does_not_wait_long_for_a_client_that_does_not_read(tmp_path, to
         server.engine.announce()
         server.wait_status(200)
         server.engine.step_s = 0.0005
-        body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 4000}}
+        body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 3000}}
         client = post_raw(server, "/generate", body, receive_buffer=4096)
         wait_until(lambda: bool(server.engine.seen) and not server.engine.running, "the engine's end", 60)
         server.process.terminate()

@@ -368,6 +368,28 @@ def test_a_request_may_have_many_sequences(client, engine):
     assert [r.input_ids.tolist() for r in engine.seen] == body["input_ids"]
 
 
+def test_big_bodies(client, engine):
+    """More than a megabyte, taken apart before it is decoded: the same meaning and the same errors."""
+    sampling = [
+        {"max_new_tokens": 1 + i % 3, "logit_bias": {str(j): i for j in range(64)}} for i in range(99)
+    ]
+    body = {"text": ["x"] * 99, "sampling_params": sampling, "padding": "p" * 2**20}
+    assert [r["text"] for r in generate(client, None, **body)] == ["abc"[: 1 + i % 3] for i in range(99)]
+    assert [r.sampling.logit_bias[63] for r in engine.seen] == list(range(99))
+    assert generate(client, {"max_new_tokens": 2}, padding="p" * 2**20)["text"] == "ab"
+    engine.seen.clear()
+    for wrong, param in [
+        ([*sampling[1:], {"max_new_tokens": "5"}], "sampling_params[98].max_new_tokens"),
+        ([*sampling[1:], 5], "sampling_params[98]"),
+        ("x", "sampling_params"),
+        (sampling[1:], "sampling_params"),
+    ]:
+        reply = client.post("/generate", json={**body, "sampling_params": wrong})
+        assert error_of(reply, 400)["param"] == param
+    error_of(client.post("/generate", content=msgspec.json.encode(body)[:-1]), 400)
+    assert engine.seen == []
+
+
 def test_too_many_logprobs_are_refused(client, engine):
     body = {"input_ids": [[1]] * 300, "return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
     wide = {"token_ids_logprob": [1] * 1000}

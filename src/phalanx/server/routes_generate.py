@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
 from phalanx.core.errors import RequestError
 from phalanx.server.calls import (
     Ask,
@@ -16,15 +14,14 @@ from phalanx.server.calls import (
     possible_outputs,
     run_call,
 )
-from phalanx.server.errors import decode_json, refuse_unsupported
+from phalanx.server.errors import refuse_unsupported
 from phalanx.server.form_generate import GenerateForm
+from phalanx.server.generate_body import decode_generate
 from phalanx.server.params import asked_token_ids, logprobs_from_generate, one_of, sampling_from_generate
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody
 from phalanx.server.state import ApiWorker
 from phalanx.server.texts import encode_texts
-
-_decoder = msgspec.json.Decoder(GenerateBody)
 
 
 async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
@@ -73,7 +70,7 @@ def _num_outputs(body: GenerateBody, count: int) -> int:
 
 def _decode(raw_body: bytes) -> tuple[GenerateBody, list[str], list[list[int]], bool]:
     """The body, the texts or the ids of its prompts, and whether the client sent a list of prompts."""
-    body = decode_json(_decoder, raw_body)
+    body = decode_generate(raw_body)
     refuse_unsupported(body, UNSUPPORTED)
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
