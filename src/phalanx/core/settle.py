@@ -110,6 +110,9 @@ class Settler:
 
     def check_prompt(self, input_ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The prompt as int32, or a RequestError: empty, not integers, outside the vocabulary, too long."""
+        num_ids = len(input_ids) if isinstance(input_ids, list | tuple | np.ndarray) else 0
+        if num_ids >= self.context_length:  # before the conversion: a list of millions would hold others up
+            raise self._too_long(num_ids)
         try:
             wide = np.asarray(input_ids)
         except ValueError:
@@ -124,13 +127,14 @@ class Settler:
             raise RequestError(
                 f"token id {bad} is outside the vocabulary of {self.vocab_size} ids", param="input_ids"
             )
-        if len(wide) >= self.context_length:
-            raise RequestError(
-                f"the prompt has {len(wide)} tokens; with a context length of {self.context_length} at most "
-                f"{self.context_length - 1} fit",
-                code="context_length_exceeded",
-            )
         return wide.astype(np.int32)
+
+    def _too_long(self, num_tokens: int) -> RequestError:
+        return RequestError(
+            f"the prompt has {num_tokens} tokens; with a context length of {self.context_length} at most "
+            f"{self.context_length - 1} fit",
+            code="context_length_exceeded",
+        )
 
     def _check_logprobs(self, logprobs: LogprobParams | None, prompt_len: int) -> None:
         if logprobs is None:
