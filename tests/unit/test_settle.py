@@ -42,10 +42,11 @@ def test_max_new_tokens_is_capped_by_the_context_and_none_takes_the_room() -> No
 
 @pytest.mark.parametrize("length", [64, 65, 640])
 def test_prompt_beyond_the_context_names_both_numbers(length: int) -> None:
-    with pytest.raises(RequestError) as error:
-        one([1] * length)
-    assert str(length) in error.value.message
-    assert "64" in error.value.message
+    for ids in ([1] * length, (1,) * length, range(length), np.ones(length, np.int32)):
+        with pytest.raises(RequestError) as error:
+            one(ids, settler(vocab_size=1000))
+        assert str(length) in error.value.message
+        assert "64" in error.value.message
 
 
 def test_prompt_beyond_the_pool() -> None:
@@ -59,7 +60,8 @@ def test_prompt_beyond_the_pool() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[], [100], [-1], [10**9], ["a"], [1.5], None, [[1]], [[1], [2, 3]], [True, "x"], "abc"]
+    "ids",
+    [[], [100], [-1], [10**9], ["a"], [1.5], None, [[1]], [[1], [2, 3]], [True, "x"], "abc", 5, np.array(5)],
 )
 def test_bad_prompts(ids: Any) -> None:
     with pytest.raises(RequestError) as error:

@@ -6,6 +6,7 @@ API workers and `LLM` both use it, so a request means the same over HTTP and in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,6 +30,14 @@ def mix_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return (z ^ (z >> 31)) & _SEED_MASK
+
+
+def _length(value: Any) -> int:
+    """len(value), or 0 for what has none."""
+    try:
+        return len(value)
+    except TypeError:
+        return 0
 
 
 class Settler:
@@ -110,9 +119,13 @@ class Settler:
 
     def check_prompt(self, input_ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The prompt as int32, or a RequestError: empty, not integers, outside the vocabulary, too long."""
-        num_ids = len(input_ids) if isinstance(input_ids, list | tuple | np.ndarray) else 0
+        num_ids = _length(input_ids)
         if num_ids >= self.context_length:  # before the conversion: a list of millions would hold others up
-            raise self._too_long(num_ids)
+            raise RequestError(
+                f"the prompt has {num_ids} tokens; with a context length of {self.context_length} at most "
+                f"{self.context_length - 1} fit",
+                code="context_length_exceeded",
+            )
         try:
             wide = np.asarray(input_ids)
         except ValueError:
@@ -128,13 +141,6 @@ class Settler:
                 f"token id {bad} is outside the vocabulary of {self.vocab_size} ids", param="input_ids"
             )
         return wide.astype(np.int32)
-
-    def _too_long(self, num_tokens: int) -> RequestError:
-        return RequestError(
-            f"the prompt has {num_tokens} tokens; with a context length of {self.context_length} at most "
-            f"{self.context_length - 1} fit",
-            code="context_length_exceeded",
-        )
 
     def _check_logprobs(self, logprobs: LogprobParams | None, prompt_len: int) -> None:
         if logprobs is None:
