@@ -87,6 +87,15 @@ def _resident_mb(server: Server) -> dict[str, float]:
     }
 
 
+async def _fill(url: str) -> None:
+    """Use every page of the pool at once: its memory is taken when a page is first written."""
+    params = {"max_new_tokens": 40, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        bodies = [{"input_ids": [5 + i] * 1990, "sampling_params": params} for i in range(8)]
+        replies = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+    assert [reply.status_code for reply in replies] == [200] * 8
+
+
 async def _load(url: str, seconds: float, seed: int) -> int:
     done = [0]
     until = time.monotonic() + seconds
@@ -97,6 +106,7 @@ async def _load(url: str, seconds: float, seed: int) -> int:
 @pytest.mark.slow
 def test_soak(tmp_path: Path) -> None:
     with running(tmp_path / "log", "--max-total-tokens", "16384", "--context-length", "2048") as server:
+        asyncio.run(_fill(server.url))
         asyncio.run(_load(server.url, 60 * MINUTES * 0.2, seed=1))  # caches fill, allocators settle
         server.assert_live()
         before = _resident_mb(server)
