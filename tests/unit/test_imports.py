@@ -30,9 +30,7 @@ ALLOWED = {
     "server": {"core", "config", "text", "messages", "runtime"},
     "bench": set(),
     "microbench": LOW | HOST | {"runtime"},
-    "top": LOW
-    | HOST
-    | {"runtime", "bench", "microbench"},
+    "top": LOW | HOST | {"runtime", "bench", "microbench"},
 }
 NO_TORCH = [
     "phalanx",

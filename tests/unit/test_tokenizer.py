@@ -213,7 +213,7 @@ def test_files_that_are_no_gguf(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "absent.gguf"))
     for name, content in (("text.gguf", b"{}" * 100), ("empty.gguf", b""), ("cut.gguf", b"GGUF\x03\0\0\0")):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ModelError, match="is not a GGUF file|cannot read|cut short") as error:
+        with pytest.raises(ModelError, match=r"is not a GGUF file|cannot read|cut short") as error:
             load_tokenizer(str(tmp_path / name))
         assert "\n" not in str(error.value)
 
