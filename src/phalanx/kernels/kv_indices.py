@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
-from phalanx.kernels.ragged import gather_entries, ragged_addresses, touch
+from phalanx.kernels.ragged import gather_entries, ragged_addresses
 from phalanx.kernels.reference import create_kv_indices_naive
 
 BACKENDS = ("auto", "naive", "torch", "triton")
@@ -143,7 +143,6 @@ def _create_torch(
     first = rows.long() * table.stride(0)
     if kv_start_idx is not None:
         first = first + kv_start_idx
-    touch(table, first)
     address = ragged_addresses(first, dense[:-1], counts, total, page_size)
     if kv_indptr is None:
         kv_indptr = dense.int()
