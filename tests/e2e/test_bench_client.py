@@ -464,3 +464,29 @@ def test_b59_the_printed_figures_are_possible(tmp_path: Path) -> None:
     check_possible(metrics)
     assert metrics.ttft.max <= metrics.e2e.max  # type: ignore[operator]
     assert metrics.itl.count == 50 * 4
+
+
+def test_a_server_that_wants_a_key_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+    from threading import Thread
+
+    from phalanx.bench_serving import main
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    Thread(target=server.serve_forever, daemon=True).start()
+    argv = ["--port", str(server.server_port), "--dataset-name", "random", "--num-prompts", "1"]
+    argv += ["--tokenizer", "tiny-llama", "--output-file", str(tmp_path / "out.jsonl")]
+    assert main(argv) == 1
+    server.shutdown()
+    server.server_close()
+    assert "wants a key (HTTP 401)" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import ssl
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -85,12 +86,26 @@ def make_target(base_url: str | None, host: str, port: int, headers: list[tuple[
 
 
 def wait_until_ready(target: Target, timeout_s: float) -> bool:
-    """Poll GET /v1/models once a second until it answers 200; False when `timeout_s` pass first."""
+    """Poll GET /v1/models once a second until it answers 200; False when `timeout_s` pass first.
+
+    Says once on stderr that it waits.
+
+    Raises:
+        BenchError: the server wants a key (401, 403): waiting would not help.
+    """
     deadline = time.monotonic() + timeout_s
+    said = False
     while True:
         status, _ = control(target, "GET", "/v1/models", timeout_s=5.0)
         if status == 200:
             return True
+        if status in (401, 403):
+            raise BenchError(
+                f"{target.url} wants a key (HTTP {status}): set OPENAI_API_KEY, or give --header"
+            )
+        if not said:
+            said = True
+            print(f"Waiting up to {timeout_s:g} s for {target.url}", file=sys.stderr, flush=True)
         if time.monotonic() >= deadline:
             return False
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
