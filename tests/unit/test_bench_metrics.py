@@ -466,3 +466,14 @@ def test_distribution_is_numpys_percentiles_in_ms() -> None:
     assert d.p95 == pytest.approx(1e3 * np.percentile(values, 95))
     assert (d.count, d.std) == (1001, pytest.approx(1e3 * values.std()))
     assert Distribution.of_seconds(np.empty(0)) == Distribution(0)
+
+
+def test_ttft_above_e2e_is_refused_below_the_maximum_too() -> None:
+    metrics = possible()
+    e2e = Distribution.of_seconds(np.array([0.01, 0.02, 0.2]))
+    for ttft in ([0.19, 0.19, 0.19], [0.005, 0.03, 0.1], [0.001, 0.002, 0.21]):
+        late = Distribution.of_seconds(np.array(ttft))
+        with pytest.raises(BenchError, match=r"TTFT .* above the E2E latency"):
+            check_possible(dataclasses.replace(metrics, e2e=e2e, ttft=late))
+    fewer = Distribution.of_seconds(np.array([0.19, 0.19]))  # of the slow ones alone, perhaps
+    check_possible(dataclasses.replace(metrics, e2e=e2e, ttft=fewer))

@@ -17,20 +17,31 @@ def check_possible(metrics: Metrics) -> None:
     """Refuse figures that contradict each other.
 
     For every latency: min <= P50 <= P90 <= P95 <= P99 <= max, min <= mean <= max, none negative or infinite.
-    The 99th percentile of TTFT is not above the longest E2E latency. Requests add up.
+    No TTFT is above the longest E2E latency; where all requests have a TTFT, no percentile and no mean of it
+    is above that of the E2E latency, since each request's is not. Requests add up.
 
     Raises:
         BenchError: naming the figures.
     """
     for name in ("e2e", "ttft", "tpot", "itl", "schedule_delay", "slot_wait", "in_flight", "output_rate"):
         _check_order(name, getattr(metrics, name))
-    p99_ttft, longest = metrics.ttft.p99, metrics.e2e.max
-    if p99_ttft is not None and (longest is None or p99_ttft > longest + _TOLERANCE_MS):
-        _refuse(f"P99 TTFT {p99_ttft} ms above the longest E2E latency {longest} ms")
+    _check_ttft(metrics.ttft, metrics.e2e)
     if metrics.num_completed + sum(metrics.failures.values()) != metrics.num_sent:
         _refuse(
             f"{metrics.num_completed} completed and {metrics.failures} do not add up to {metrics.num_sent}"
         )
+
+
+def _check_ttft(ttft: Distribution, e2e: Distribution) -> None:
+    names = ["p99", "max"]
+    pairs = [(name, getattr(ttft, name), e2e.max) for name in names]
+    if ttft.count == e2e.count:
+        pairs += [
+            (n, getattr(ttft, n), getattr(e2e, n)) for n in ("min", "mean", "p50", "p90", "p95", *names)
+        ]
+    for name, first, whole in pairs:
+        if first is not None and (whole is None or first > whole + _TOLERANCE_MS):
+            _refuse(f"{name.upper()} TTFT {first} ms above the E2E latency of {whole} ms")
 
 
 def _check_order(name: str, d: Distribution) -> None:
