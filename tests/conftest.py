@@ -6,7 +6,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-# As the engine process does (runtime.process.share_cores), before any test loads torch.
+# As the engine process does (runtime.process.tame_libraries), before any test loads torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -26,7 +26,7 @@ from phalanx.core.step import Finish, StepOutputs
 from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.channels import EngineChannel
-from phalanx.runtime.process import die_with_parent, setup_logging, share_cores
+from phalanx.runtime.process import die_with_parent, setup_logging, tame_libraries
 from phalanx.runtime.progress import ProgressLog
 from phalanx.runtime.worker import Worker
 
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     args = parser.parse_args(argv)
     die_with_parent(args.parent_pid)
-    share_cores()
+    tame_libraries()
     settings = msgspec.json.decode(args.settings.read_bytes(), type=Settings)
     setup_logging(settings.server.log_level, "engine")
     try:

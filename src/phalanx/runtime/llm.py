@@ -16,7 +16,7 @@ from phalanx.core.settle import Settler
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.models import settle_settings
 from phalanx.runtime.outputs import Collector, RequestOutput
-from phalanx.runtime.process import share_cores
+from phalanx.runtime.process import tame_libraries
 from phalanx.text.detokenizer import Detokenizer
 from phalanx.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -75,7 +75,7 @@ class LLM:
                 chat_template=self.settings.server.chat_template,
             )
             self._detokenizer = Detokenizer(self.tokenizer)
-        share_cores()
+        tame_libraries()
         self._worker, self.info = build_worker(self.settings, progress=progress)
         eos = self.settings.model.eos_token_ids
         if self.tokenizer is not None:
