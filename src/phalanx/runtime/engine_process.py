@@ -100,8 +100,6 @@ class EngineLoop:
             if self._worker.busy:
                 return False, {"message": "requests are running or queued"}
             return True, {}
-        if op == "hello":
-            return True, self._info
         return False, {"message": f"unknown operation {op!r}"}
 
 

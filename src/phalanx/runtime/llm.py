@@ -87,7 +87,6 @@ class LLM:
             seed_source=self.settings.engine.random_seed,
             max_request_tokens=self.info["max_request_tokens"],
         )
-        self._next_stream = 0
 
     def generate(
         self,
