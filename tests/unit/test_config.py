@@ -141,6 +141,10 @@ def test_attention_backends_on_a_gpu() -> None:
         ("--port 70000", "--port"),
         ("--random-seed -1", "--random-seed"),
         ("--num-threads 0", "--num-threads"),
+        ("--null-tokens-per-s 5", "--device null"),
+        ("--device null --null-tokens-per-s 0", "--null-tokens-per-s"),
+        ("--device null --null-tokens-per-s inf", "--null-tokens-per-s"),
+        ("--stream-interval 0", "--stream-interval"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(flags: str, word: str) -> None:
@@ -168,6 +172,14 @@ def test_unknown_flags_and_abbreviations_are_refused() -> None:
         with pytest.raises(SystemExit) as error:
             build_parser().parse_args(flags.split())
         assert error.value.code == 2
+
+
+def test_null_device_and_streaming_flags() -> None:
+    settings = settle("--model m --device null --null-tokens-per-s 2.5e4 --stream-interval 8")
+    assert (settings.engine.device, settings.engine.null_tokens_per_s) == ("null", 2.5e4)
+    assert settings.server.stream_interval == 8
+    assert settle("--model m --device null").engine.null_tokens_per_s is None
+    assert settle("--model m").server.stream_interval == 1
 
 
 def test_settings_survive_json() -> None:

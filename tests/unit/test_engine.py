@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from phalanx.engine.buckets import MixedShape, MixedShapes, bucket_of, decode_bu
 from phalanx.engine.build import build_engine
 from phalanx.engine.engine import Engine
 from phalanx.engine.memory import count_pages
-from phalanx.engine.null import NullEngine
+from phalanx.engine.null import NullEngine, null_token_ids
 from phalanx.engine.plan_arrays import padded, plan_arrays
 from phalanx.engine.rows import grant_ring
 from phalanx.engine.upload import upload
@@ -475,15 +477,18 @@ def test_pool_sizing() -> None:
 
 
 def test_null_engine_is_deterministic_and_keeps_its_rate() -> None:
-    fast, slow = NullEngine(settings(4)), NullEngine(settings(4), tokens_per_s=1e3)
+    paced = msgspec.structs.replace(settings(4).engine, null_tokens_per_s=1e3)
+    fast, slow = NullEngine(settings(4)), NullEngine(settings(4, engine=paced))
     hand = HandScheduler(40, 4)
-    for row in (1, 2, 3):
-        hand.add(row, PROMPTS[0], GREEDY)
+    seeds = {1: 2**63 - 1, 2: 5, 3: 7}
+    for row, seed in seeds.items():
+        hand.add(row, PROMPTS[0], SamplingParams(temperature=0, sampling_seed=seed))
     wanted = logprob_plan([(0, 2, [8, 9]), (2, 0, [])], [(1, 1, [7], [9, 13])])
     plan = hand.plan(chunks=[(row, 5) for row in (1, 2, 3)], logprobs=wanted)
     result = fast.launch(plan).result()
     assert result.tokens.tolist() == fast.launch(plan).result().tokens.tolist()
-    assert len(set(result.tokens.tolist())) == 3
+    said = [null_token_ids(seed, 1, CONFIG.vocab_size)[0] for seed in seeds.values()]
+    assert result.tokens.tolist() == said and len(set(said)) == 3
     assert result.tokens.min() >= CONFIG.vocab_size // 2 and result.tokens.max() < CONFIG.vocab_size
     assert result.finish.tolist() == [Finish.NONE] * 3
     assert result.logprobs.token_ids.tolist() == result.tokens[[0, 2]].tolist()
@@ -492,5 +497,19 @@ def test_null_engine_is_deterministic_and_keeps_its_rate() -> None:
     assert result.prompt_logprobs.ids.tolist() == [7, 7]
     handle = slow.launch(plan)
     assert not handle.done and handle.result().tokens.tolist() == result.tokens.tolist() and handle.done
-    with pytest.raises(ValueError, match="tokens_per_s"):
-        NullEngine(settings(4), tokens_per_s=0)
+
+
+def test_what_the_null_engine_says_is_known_by_seed_and_position() -> None:
+    engine = NullEngine(settings(4))
+    hand = HandScheduler(40, 4)
+    said: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    for row in said:
+        hand.add(row, PROMPTS[0], SamplingParams(temperature=0, sampling_seed=1000 * row))
+    plan = hand.plan(chunks=[(row, len(PROMPTS[0])) for row in said])
+    for step in range(5):
+        for row, token in zip(plan.sample_rows.tolist(), engine.launch(plan).result().tokens, strict=True):
+            said[row].append(int(token))
+        plan = hand.plan(decode=[3, 1] if step % 2 else [1, 2, 3])
+    for row, ids in said.items():
+        assert ids == null_token_ids(1000 * row, len(ids), CONFIG.vocab_size)
+        assert all(a != b for a, b in itertools.pairwise(ids))

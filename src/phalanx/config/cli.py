@@ -83,6 +83,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="null emits tokens without a model",
     )
+    group.add_argument(
+        "--null-tokens-per-s", type=float, help="pace of --device null (default: as fast as can be)"
+    )
     group.add_argument("--random-seed", type=int, help="seed of requests that bring none (default: drawn)")
     group.add_argument(
         "--attention-backend", choices=ATTENTION_BACKENDS, default="auto", help="auto goes by the device"
@@ -148,6 +151,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--incremental-streaming-output", action="store_true", help="/generate streams deltas, not the whole"
+    )
+    group.add_argument(
+        "--stream-interval",
+        type=int,
+        default=1,
+        metavar="K",
+        help="streamed events carry K tokens or more, the first and the last of a stream excepted",
     )
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of the server's own log")
 

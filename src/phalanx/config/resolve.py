@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 
 import msgspec
@@ -116,6 +117,7 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
         cuda_graph=False,
         random_seed=seed,
         num_threads=threads,
+        null_tokens_per_s=_null_pace(args, device),
     )
 
 
@@ -127,6 +129,15 @@ def _device(args: argparse.Namespace, hardware: Hardware, log: _Log) -> str:
     if device == "cuda" and hardware.gpu_name is None:
         raise ConfigError("--device cuda is not possible: no GPU was found")
     return device
+
+
+def _null_pace(args: argparse.Namespace, device: str) -> float | None:
+    pace: float | None = args.null_tokens_per_s
+    if pace is not None and device != "null":
+        raise ConfigError(f"--null-tokens-per-s goes with --device null, not {device}")
+    if pace is not None and not 0 < pace < math.inf:
+        raise ConfigError(f"--null-tokens-per-s must be a number above 0, got {pace:g}")
+    return pace
 
 
 def _dtype(args: argparse.Namespace, device: str, hardware: Hardware, model: ModelConfig, log: _Log) -> str:
@@ -303,6 +314,8 @@ def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerC
         raise ConfigError(f"--port must be in [0, 65535], got {args.port}")
     if args.api_key == "":
         raise ConfigError("--api-key must not be empty")
+    if args.stream_interval < 1:
+        raise ConfigError(f"--stream-interval must be at least 1, got {args.stream_interval}")
     name = args.served_model_name
     if name is None:
         name = source.name
@@ -314,6 +327,7 @@ def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerC
         api_key=args.api_key,
         log_level=args.log_level,
         skip_tokenizer_init=args.skip_tokenizer_init,
+        stream_interval=args.stream_interval,
         incremental_streaming_output=args.incremental_streaming_output,
         chat_template=args.chat_template,
     )

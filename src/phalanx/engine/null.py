@@ -1,4 +1,8 @@
-"""An engine without a model, to measure everything around it."""
+"""An engine without a model, to measure everything around it.
+
+What it says is known beforehand: a client that gives its request a seed knows every id that must come
+(`null_token_ids`), so that a lost, doubled or reordered token is seen.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,23 @@ from phalanx.core.step import Finish, Float32, Int32, LogprobPlan, StepPlan, Ste
 # Most tokenizers keep single bytes and control tokens below this and ordinary words above.
 _FIRST_WORD = 1000
 _NUM_WORDS = 4096
+_SEED_STRIDE, _POSITION_STRIDE = 97, 31  # primes, so that neighbours in both directions differ
+
+
+def null_token_ids(seed: int, count: int, vocab_size: int) -> list[int]:
+    """The first `count` ids that a `NullEngine` of this vocabulary says for a request with this seed.
+
+    seed: `EngineRequest.sampling.sampling_seed`, in [0, 2**63): the client's for its first output.
+    """
+    first, span = _words(vocab_size)
+    start = seed % span * _SEED_STRIDE
+    return [first + (start + _POSITION_STRIDE * i) % span for i in range(count)]
+
+
+def _words(vocab_size: int) -> tuple[int, int]:
+    """The first of the ids that are used, and how many they are."""
+    first = min(_FIRST_WORD, vocab_size // 2)
+    return first, min(_NUM_WORDS, vocab_size - first)
 
 
 class NullHandle:
@@ -36,26 +57,25 @@ class NullHandle:
 
 
 class NullEngine:
-    """Emits token ids that depend on row and position alone; never a stop, never an error.
+    """Says ids that depend on a request's seed and the position alone; never a stop, never an error.
 
     Args:
-        settings: its vocabulary bounds the ids, which lie in a range of ordinary words.
-        tokens_per_s: sampled tokens per second, or None for as fast as can be.
+        settings: its vocabulary bounds the ids, which lie in a range of ordinary words; its
+            engine.null_tokens_per_s is the pace, sampled tokens per second, None for as fast as can be.
     """
 
-    def __init__(self, settings: Settings, tokens_per_s: float | None = None) -> None:
-        if tokens_per_s is not None and not tokens_per_s > 0:
-            raise ValueError(f"tokens_per_s must be above 0, got {tokens_per_s}")
-        vocab = settings.model.vocab_size
-        self._first = min(_FIRST_WORD, vocab // 2)
-        self._span = min(_NUM_WORDS, vocab - self._first)
-        self._tokens_per_s = tokens_per_s
+    def __init__(self, settings: Settings) -> None:
+        self._first, self._span = _words(settings.model.vocab_size)
+        self._tokens_per_s = settings.engine.null_tokens_per_s
+        self._start = np.zeros(settings.scheduler.max_running_requests + 1, np.int64)  # by row
         self._due = 0.0
 
     def launch(self, plan: StepPlan) -> NullHandle:
         """Start a step."""
-        rows, done = plan.sample_rows, plan.num_generated
-        tokens = (self._first + (rows * 97 + done * 31) % self._span).astype(np.int32)
+        entering = plan.entering
+        self._start[entering.rows] = entering.seed % self._span * _SEED_STRIDE
+        rows, done = plan.sample_rows, plan.num_generated.astype(np.int64)
+        tokens = (self._first + (self._start[rows] + done * _POSITION_STRIDE) % self._span).astype(np.int32)
         if self._tokens_per_s is not None:
             self._due = max(self._due, time.monotonic()) + len(rows) / self._tokens_per_s
         wanted = plan.logprobs
