@@ -145,6 +145,13 @@ def test_sharegpt_takes_first_turns_in_sglangs_shuffle(sharegpt: Path) -> None:
     assert [(r.prompt_len, r.output_len) for r in got] == [(n, n + 3) for n in pairs if n]
 
 
+def test_sharegpt_and_random_read_json_lines_as_they_read_an_array(sharegpt: Path) -> None:
+    lines = sharegpt.with_suffix(".jsonl")
+    lines.write_text("\ufeff" + "\n".join(map(json.dumps, json.loads(sharegpt.read_text()))))
+    assert requests("--dataset-path", str(lines)) == requests("--dataset-path", str(sharegpt))
+    assert len(requests(*RANDOM, "--dataset-path", str(lines))) == 10
+
+
 def test_sharegpt_limits(sharegpt: Path) -> None:
     fixed = requests("--dataset-path", str(sharegpt), "--sharegpt-output-len", "5", "--num-prompts", "4")
     assert [r.output_len for r in fixed] == [5] * 4
@@ -175,12 +182,17 @@ def test_custom_reads_json_lines_with_content_and_the_chat_template(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not JSON"),
-        ('{"a": 1}', "not a JSON array"),
+        ("{", "line 1: not JSON"),
+        ("[", "not JSON"),
+        ('{"a": 1}', "neither a JSON array of conversations nor one conversation a line"),
+        ('{\n "conversations": []\n}', "line 1: not JSON"),
+        ("3", "entry 1 is not a conversation"),
+        ("", "neither a JSON array of conversations nor one conversation a line"),
         ("[3]", "entry 1 is not a conversation"),
         ('[{"conversations": [{"value": "x"}, {"from": "gpt"}]}]', "entry 1 is not a conversation"),
         ('[{"conversations": [{"value": "x"}, {"value": null}]}]', "entry 1 has a turn without text"),
-        ("[]", "no usable request"),
+        ("[]", "neither a JSON array of conversations nor one conversation a line"),
+        ('[{"conversations": []}]', "no usable request"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -161,6 +161,34 @@ def test_chunks_without_counts_are_weighted_by_their_own_tokens() -> None:
     assert metrics.count_sources == {"server": 1, "retokenized": 0}
 
 
+def test_retokenized_chunks_add_up_to_the_whole_answers_length() -> None:
+    """A word cut over chunks is a token in each: eight chunks here, but four tokens in the whole text."""
+    pieces = ["a", "b c", "d", " e", "f", "g ", "h", "i"]  # abc def g hi
+    assert len(Words().encode("".join(pieces))) == 4
+    raw = record(*((100 * n, completion(text)) for n, text in enumerate(pieces)), (700, DONE))
+    outcome = parse_record(raw, Flavor.COMPLETIONS, True)
+    metrics = figures(outcome)
+    assert (metrics.total_output, metrics.count_sources["retokenized"]) == (4, 1)
+    assert metrics.peak_output_tokens_per_s == 4.0
+    assert metrics.timeline.token_counts.sum() == 4
+    assert (metrics.itl.count, metrics.ttft.max) == (3, pytest.approx(0.0, abs=1e-6))
+    assert metrics.itl.mean == pytest.approx(200.0)
+
+
+@pytest.mark.fuzz
+@given(
+    texts=st.lists(st.text(alphabet="ab ", min_size=1, max_size=5), min_size=1, max_size=12),
+    usage=st.none() | st.integers(1, 40),
+)
+def test_tokens_over_time_are_never_more_than_tokens_in_all(texts: list[str], usage: int | None) -> None:
+    end = DONE if usage is None else usage_only(usage) + DONE
+    raw = record(*((10 * n, completion(text)) for n, text in enumerate(texts)), (500, end))
+    metrics = figures(parse_record(raw, Flavor.COMPLETIONS, True))
+    # Blank text is no word, yet something was shown: it counts as one token over time.
+    assert metrics.timeline.token_counts.sum() == max(metrics.total_output, 1)
+    check_possible(metrics)
+
+
 def test_one_chunk_per_token_needs_no_retokenizing() -> None:
     # The server's total settles it: as many chunks as tokens.
     raw = record(
@@ -252,6 +280,29 @@ def test_whole_answers_measure_only_their_end() -> None:
     assert (answer.text, answer.num_output_tokens) == ("x y z", 3)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(40, native("a b c d", 4)), (41, DONE)],  # one chunk
+        [(40, native("a", 1) + native("a b", 2) + native("a b c d", 4)), (41, DONE)],  # three in one read
+    ],
+)
+def test_what_comes_in_one_piece_has_no_tpot(pieces: list[tuple[float, bytes]]) -> None:
+    whole = parse_record(record(*pieces), Flavor.NATIVE, True)
+    paced = parse_record(
+        record((10, native("a", 1)), (30, native("a b", 2) + DONE), index=1), Flavor.NATIVE, True
+    )
+    one = parse_record(record((10, native("a", 1) + DONE), index=2), Flavor.NATIVE, True)
+    metrics = figures(whole, paced, one, goodput_slos_ms={"tpot": 50.0})
+    assert whole.ttft == pytest.approx(0.040)
+    assert (metrics.tpot.count, metrics.tpot.min) == (1, pytest.approx(20.0))
+    assert (metrics.unmeasured["tpot"], metrics.num_in_one_piece) == (2, 1)
+    assert (metrics.unmeasured["ttft"], metrics.total_output) == (0, 7)
+    # A target that nobody measured is not met; one token has no TPOT to miss.
+    assert metrics.goodput is not None
+    assert metrics.goodput.attainment == pytest.approx(2 / 3)
+
+
 # ---- B56: failures
 
 
@@ -304,6 +355,49 @@ def test_b56_failures_are_named_and_excluded(raw: RawRecord, cause: str) -> None
     assert (metrics.num_sent, metrics.num_completed, metrics.total_output, metrics.itl.count) == (2, 1, 9, 8)
     assert metrics.output_lens == [0, 9]
     check_possible(metrics)
+
+
+OPENAI = "choices with text (is --backend right?)"
+NATIVE = "text, output_ids or meta_info (is --backend right?)"
+
+
+@pytest.mark.parametrize(
+    ("body", "flavor", "cause"),
+    [
+        ({"text": "a b", "meta_info": {"completion_tokens": 2}}, Flavor.COMPLETIONS, OPENAI),
+        ({"text": "a b", "meta_info": {"completion_tokens": 2}}, Flavor.CHAT, OPENAI),
+        ({"choices": [{"text": "a b"}], "usage": {"completion_tokens": 2}}, Flavor.NATIVE, NATIVE),
+        ({"choices": [{"index": 0, "token": "a"}]}, Flavor.CHAT, OPENAI),
+        ({"choices": []}, Flavor.CHAT, OPENAI),
+        ({"usage": {"completion_tokens": 5}}, Flavor.COMPLETIONS, OPENAI),
+        ({"generated_text": "a"}, Flavor.NATIVE, NATIVE),
+        ({}, Flavor.NATIVE, NATIVE),
+    ],
+)
+def test_another_apis_answer_is_a_failure_not_an_answer_of_no_tokens(
+    body: dict, flavor: Flavor, cause: str
+) -> None:
+    line = json.dumps(body).encode()
+    streamed = parse_record(record((5, b"data: " + line + b"\n\n"), (9, DONE)), flavor, True)
+    whole = parse_record(record((5, line)), flavor, False)
+    assert streamed.failure == f"malformed event: no {cause}"
+    assert whole.failure == f"malformed answer: no {cause}"
+
+
+@pytest.mark.parametrize(
+    ("body", "flavor"),
+    [
+        ({"text": "", "meta_info": {"completion_tokens": 0}}, Flavor.NATIVE),
+        ({"output_ids": [5], "meta_info": {"completion_tokens": 1}}, Flavor.NATIVE),
+        ({"choices": [{"text": ""}]}, Flavor.COMPLETIONS),
+        ({"choices": [{"delta": {}}]}, Flavor.CHAT),
+    ],
+)
+def test_an_answer_without_text_in_the_right_shape_is_none(body: dict, flavor: Flavor) -> None:
+    line = json.dumps(body).encode()
+    # A ping that says nothing may come before it.
+    raw = record((1, b"data: {}\n\n"), (5, b"data: " + line + b"\n\n"), (9, DONE))
+    assert (parse_record(raw, flavor, True).failure, parse_record(raw, flavor, True).ttft) == (None, None)
 
 
 JSON = st.recursive(

@@ -43,7 +43,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
 def _add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--dataset-name", choices=DATASETS, default="sharegpt", help="default: %(default)s")
-    add("--dataset-path", help="a local file: ShareGPT JSON (random, sharegpt) or JSONL (custom)")
+    add("--dataset-path", help="a local file of conversations: a JSON array, as ShareGPT's, or JSONL")
     add("--num-prompts", type=int, help="default: 1000")
     add("--random-input-len", type=int, help="longest prompt in tokens (default: 1024)")
     add("--random-output-len", type=int, help="longest output in tokens (default: 1024)")

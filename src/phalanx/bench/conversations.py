@@ -1,4 +1,4 @@
-"""Local conversation files: ShareGPT's JSON array and the `custom` dataset's JSON lines."""
+"""Local conversation files: a JSON array, as ShareGPT's, or JSON lines; of `sharegpt` and `custom` alike."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from phalanx.bench.errors import BenchError
 if TYPE_CHECKING:
     from phalanx.bench.datasets import TokenizerLike
 
+_NAMES = ("conversations", "conversation")
 
-def load_conversations(path: str, *, lines: bool) -> list[tuple[str, str]]:
+
+def load_conversations(path: str) -> list[tuple[str, str]]:
     """Read (first prompt, first answer) of every conversation with at least two turns.
 
     A conversation is an object with a list `conversations` (or `conversation`) of turns whose text is in
     `value` (or, in `custom` files, `content`).
 
     Args:
-        path: a JSON array, or with `lines` one JSON object per line (a JSON array is read too).
-        lines: the file is JSONL.
+        path: a JSON array of conversations, or JSONL: one conversation a line.
 
     Raises:
         BenchError: exit code 2; the file cannot be read or does not have this form.
@@ -31,17 +32,19 @@ def load_conversations(path: str, *, lines: bool) -> list[tuple[str, str]]:
         raw = Path(path).read_bytes()
     except OSError as error:
         raise BenchError(f"--dataset-path {path}: {error.strerror}", exit_code=2) from None
-    if lines and not raw.lstrip().startswith(b"["):
-        items = [
-            _load(path, line, f" line {number}")
-            for number, line in enumerate(raw.splitlines(), 1)
-            if line.strip()
-        ]
-    else:
+    raw = raw.removeprefix(b"\xef\xbb\xbf")
+    if raw.lstrip().startswith(b"["):
         items = _load(path, raw, "")
-    if not isinstance(items, list):
-        raise BenchError(f"--dataset-path {path}: not a JSON array of conversations", exit_code=2)
+    else:
+        lines = enumerate(raw.splitlines(), 1)
+        items = [_load(path, line, f" line {number}") for number, line in lines if line.strip()]
     pairs = [_first_turns(path, item, number) for number, item in enumerate(items, 1)]
+    if not any(name in item for item in items for name in _NAMES):
+        raise BenchError(
+            f"--dataset-path {path}: neither a JSON array of conversations nor one conversation a line: "
+            'nothing in it has a list "conversations"',
+            exit_code=2,
+        )
     return [pair for pair in pairs if pair is not None]
 
 
@@ -84,7 +87,7 @@ def _load(path: str, raw: bytes, where: str) -> Any:
 
 def _first_turns(path: str, item: Any, number: int) -> tuple[str, str] | None:
     try:
-        turns = item.get("conversations", item.get("conversation", []))
+        turns = next((item[name] for name in _NAMES if name in item), [])
         if len(turns) < 2:
             return None
         texts = [turn["content"] if "content" in turn else turn["value"] for turn in turns[:2]]

@@ -78,7 +78,7 @@ def request_source(
     """As `load_requests`; also return the generator, which goes on to draw the arrival times."""
     rng, shuffler = np.random.RandomState(args.seed), random.Random(args.seed)
     if args.dataset_name in ("sharegpt", "custom"):
-        pairs = load_conversations(args.dataset_path, lines=args.dataset_name == "custom")
+        pairs = load_conversations(args.dataset_path)
         shuffler.shuffle(pairs)
         rows = conversation_requests(args, pairs, tokenizer)
         requests = [BenchRequest(text, length, length, output) for text, length, output in rows]
@@ -119,7 +119,7 @@ def _random_requests(
     if args.dataset_name == "random-ids":
         prompts = _counting_ids(tokenizer, rng, lengths)
     elif args.dataset_path:
-        pairs = load_conversations(args.dataset_path, lines=False)
+        pairs = load_conversations(args.dataset_path)
         shuffler.shuffle(pairs)
         prompts = _ids_of_texts([text for text, _ in pairs], tokenizer, lengths)
     else:

@@ -40,7 +40,8 @@ class Metrics:
 
     Latencies are in ms. `in_flight` summarises the number of requests in flight at 2000 evenly spaced
     instants, `output_rate` the output tokens of each full second of the run (of the whole run, if that is
-    shorter). `quantiles_ms` holds 101 values per latency, from the minimum to the maximum.
+    shorter). `num_in_one_piece` streams of several tokens came whole at one instant: they have no TPOT.
+    `quantiles_ms` holds 101 values per latency, from the minimum to the maximum.
     """
 
     num_sent: int
@@ -55,6 +56,7 @@ class Metrics:
     total_output_retokenized: int
     count_sources: dict[str, int]
     num_retokenized_itl: int
+    num_in_one_piece: int
     total_cached: int | None
     peak_output_tokens_per_s: float
     peak_concurrent_requests: int
@@ -134,19 +136,24 @@ def compute_metrics(
         [len(tokenizer.encode(o.text, add_special_tokens=False)) for o in good], np.int64
     )
     sources, lens = _output_lens(good, retokenized)
-    token_events = [_event_tokens(outcome, tokenizer) for outcome in good]
-    itls = [_itl(o.event_times, tokens) for o, tokens in zip(good, token_events, strict=True)]
+    chunks = [
+        _chunks(outcome, length, tokenizer) for outcome, length in zip(good, lens.tolist(), strict=True)
+    ]
+    itls = [_itl(times, tokens) for times, tokens in chunks]
     e2e = np.asarray([outcome.latency for outcome in good], np.float64)
     ttft = np.asarray([np.nan if o.ttft is None else o.ttft for o in good], np.float64)
     tpot = np.full(len(good), np.nan)
     several = (lens > 1) & ~np.isnan(ttft)
-    tpot[several] = (e2e - ttft)[several] / (lens[several] - 1)
+    # What came whole at one instant has a TTFT, but says nothing about the tokens after the first.
+    at_once = several & np.asarray([outcome.in_one_piece for outcome in good], bool)
+    paced = several & ~at_once
+    tpot[paced] = (e2e - ttft)[paced] / (lens[paced] - 1)
     starts = np.asarray([outcome.start for outcome in good], np.float64)
     delays = (asked.sent - asked.due)[~np.isnan(asked.sent)]
     all_itls = np.concatenate([np.empty(0), *itls])
     if began is None:
         began = min((outcome.start for outcome in outcomes), default=0.0)
-    timeline = make_timeline(outcomes, *_token_times(good, token_events, lens), began, duration_s)
+    timeline = make_timeline(outcomes, *_token_times(good, chunks, lens), began, duration_s)
     peak_in_flight = _peak_in_flight(outcomes)
     steady, steady_reason = find_steady_window(timeline, ramped_rate=ramped_rate)
     return Metrics(
@@ -166,6 +173,7 @@ def compute_metrics(
         total_output_retokenized=int(retokenized.sum()),
         count_sources={source.value: sources.count(source) for source in CountSource},
         num_retokenized_itl=sum(outcome.event_tokens is None for outcome in good),
+        num_in_one_piece=int(at_once.sum()),
         total_cached=_sum_if_all(o.num_cached_tokens for o in good),
         peak_output_tokens_per_s=_peak_tokens(timeline),
         peak_concurrent_requests=_peak_touched(starts, e2e),
@@ -198,12 +206,20 @@ def _output_lens(good: list[Outcome], retokenized: np.ndarray) -> tuple[list[Cou
     return sources, np.asarray(lens, np.int64)
 
 
-def _event_tokens(outcome: Outcome, tokenizer: TokenCounter) -> np.ndarray:
-    """Tokens of each chunk; where the server did not say, its text is tokenized by itself (1 at least)."""
+def _chunks(outcome: Outcome, length: int, tokenizer: TokenCounter) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrivals of a stream's chunks and the tokens of each, 1 at least.
+
+    Where the server did not say, each chunk's text is tokenized by itself and the counts are scaled to the
+    whole answer's `length`: text cut into pieces has more tokens than in one. A chunk that gets none is
+    joined to the next.
+    """
     if outcome.event_tokens is not None:
-        return outcome.event_tokens
+        return outcome.event_times, outcome.event_tokens
     counts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in outcome.chunk_texts]
-    return np.maximum(np.asarray(counts, np.int64), 1)
+    so_far = np.cumsum(np.maximum(np.asarray(counts, np.int64), 1))
+    so_far = np.maximum(np.rint(so_far * (length / so_far[-1])).astype(np.int64), 1)
+    tokens = np.diff(so_far, prepend=0)
+    return outcome.event_times[tokens > 0], tokens[tokens > 0]
 
 
 def _itl(times: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -214,7 +230,7 @@ def _itl(times: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _token_times(
-    good: list[Outcome], token_events: list[np.ndarray], lens: np.ndarray
+    good: list[Outcome], chunks: list[tuple[np.ndarray, np.ndarray]], lens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return when output tokens came and how many each time.
 
@@ -222,8 +238,7 @@ def _token_times(
     once.
     """
     times, counts = [np.empty(0)], [np.empty(0)]
-    for outcome, tokens, length in zip(good, token_events, lens.tolist(), strict=True):
-        events = outcome.event_times
+    for outcome, (events, tokens), length in zip(good, chunks, lens.tolist(), strict=True):
         if len(events):
             spread = events[0] + np.cumsum(_itl(events, tokens))
             times += [events[:1], spread]
@@ -299,7 +314,7 @@ def _goodput(
     duration_s: float,
     slos_ms: dict[str, float],
 ) -> Goodput | None:
-    """Count requests within every target. One token has no TPOT to miss; an unmeasured TTFT meets none."""
+    """Count requests within every target. One token has no TPOT to miss; an unmeasured figure meets none."""
     if not slos_ms:
         return None
     observed_ms = {"ttft": ttft * 1e3, "tpot": np.where(lens <= 1, 0.0, tpot * 1e3), "e2el": e2e * 1e3}

@@ -20,6 +20,7 @@ from phalanx.bench.events import (
     decode_openai,
     is_error,
     num_ids,
+    says,
 )
 from phalanx.bench.sse import parse_events
 
@@ -79,6 +80,11 @@ class Outcome:
         return float(self.event_times[0]) - self.start if len(self.event_times) else None
 
     @property
+    def in_one_piece(self) -> bool:
+        """Whether all text of a stream came at one instant, so that nothing is known of its tokens' pace."""
+        return len(self.event_times) > 0 and bool(self.event_times[0] == self.event_times[-1])
+
+    @property
     def latency(self) -> float:
         """E2E latency in seconds."""
         return self.end - self.start
@@ -86,7 +92,10 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Stream:
-    """The chunks of one stream as lists: arrival, text as sent, cumulative token count or None."""
+    """The chunks of one stream as lists: arrival, text as sent, cumulative token count or None.
+
+    num_events counts all events, num_known those that have the fields of the asked API.
+    """
 
     times: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -95,6 +104,8 @@ class _Stream:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     cumulative_ids: bool | None = None
+    num_events: int = 0
+    num_known: int = 0
 
 
 def parse_record(record: RawRecord, flavor: Flavor, stream: bool) -> Outcome:
@@ -115,7 +126,7 @@ def parse_record(record: RawRecord, flavor: Flavor, stream: bool) -> Outcome:
         if record.status != 200:
             raise _Bad(f"HTTP {record.status}: {_error_text(b''.join(record.pieces))}")
         if stream:
-            _fill_from_stream(outcome, _finished(*_read_stream(record, flavor)), flavor)
+            _fill_from_stream(outcome, _finished(*_read_stream(record, flavor), flavor), flavor)
         else:
             _fill_from_body(outcome, b"".join(record.pieces), flavor)
     except _Bad as bad:
@@ -149,10 +160,18 @@ def _read_stream(record: RawRecord, flavor: Flavor) -> tuple[_Stream, bool]:
     return stream, False
 
 
-def _finished(stream: _Stream, done: bool) -> _Stream:
+def _finished(stream: _Stream, done: bool, flavor: Flavor) -> _Stream:
     if not done:
         raise _Bad("stream ended without [DONE]")
+    _require_known(stream, flavor, "event")
     return stream
+
+
+def _require_known(stream: _Stream, flavor: Flavor, what: str) -> None:
+    """Refuse an answer in the shape of another API: it would count as one of no tokens."""
+    if stream.num_events and not stream.num_known:
+        fields = "text, output_ids or meta_info" if flavor is Flavor.NATIVE else "choices with text"
+        raise _Bad(f"malformed {what}: no {fields} (is --backend right?)")
 
 
 def _read(stream: _Stream, time: float, data: bytes, flavor: Flavor, what: str) -> None:
@@ -166,12 +185,20 @@ def _read(stream: _Stream, time: float, data: bytes, flavor: Flavor, what: str) 
     event = decode_native(data) if flavor is Flavor.NATIVE else decode_openai(data)
     if is_error(event):
         raise _Bad(f"error {what}: {_error_text(data)}")
+    stream.num_events += 1
     if isinstance(event, NativeEvent):
+        stream.num_known += event.text is not None or event.meta_info is not None or says(event.output_ids)
         _read_native(stream, time, event)
     else:
-        if what == "answer" and not event.choices:
-            raise _Bad("malformed answer: no choices")
+        stream.num_known += _is_known(event, what)
         _read_openai(stream, time, event)
+
+
+def _is_known(event: OpenAiEvent, what: str) -> bool:
+    """Whether a choice says something, or there is none because this is the event with the usage."""
+    if event.choices:
+        return any(c.text is not None or c.delta is not None or c.message is not None for c in event.choices)
+    return what == "event" and event.choices is not None and event.usage is not None
 
 
 def _read_native(stream: _Stream, time: float, event: NativeEvent) -> None:
@@ -270,6 +297,7 @@ def _fill_from_body(outcome: Outcome, body: bytes, flavor: Flavor) -> None:
     """Read a whole answer. Nothing but its end was observed, so no chunk times are made up."""
     stream = _Stream()
     _read(stream, outcome.end, body, flavor, "answer")
+    _require_known(stream, flavor, "answer")
     outcome.text = "".join(stream.texts)
     _fill_counts(outcome, stream)
 

@@ -150,6 +150,7 @@ def _own_fields(m: Metrics, client: ClientLoad) -> dict[str, Any]:
         "unmeasured": m.unmeasured,
         "output_len_sources": m.count_sources,
         "itl_retokenized_requests": m.num_retokenized_itl,
+        "streams_in_one_piece": m.num_in_one_piece,
         "total_input_tokens_asked": m.total_input_asked,
         "total_input_tokens_server": m.total_input_server,
         "peak_requests_in_flight": m.peak_in_flight,

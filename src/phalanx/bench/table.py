@@ -164,6 +164,9 @@ def _count_lines(m: Metrics) -> Iterator[str]:
     yield _row("ITL weights retokenized (req):", m.num_retokenized_itl)
     for name, count in m.unmeasured.items():
         yield _row(f"Successful requests without {name.upper()}:", count)
+    if m.num_in_one_piece:
+        yield _row("Streams that came in one piece (req):", m.num_in_one_piece)
+        yield "  (something gathers the chunks on their way: no TPOT, and ITL says nothing)"
 
 
 def _failure_lines(m: Metrics) -> Iterator[str]:
