@@ -1,4 +1,4 @@
-"""The `phalanx` command: serve, generate, pull, bench."""
+"""The `phalanx` command: serve, generate, pull, profile, bench."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _BENCHES = {
     "sweep": ("phalanx.bench_sweep", "a list of rates or concurrencies: the knee, and report.html"),
     "compare": ("phalanx.bench_compare", "two results or two servers: ratios with confidence intervals"),
     "host": ("phalanx.microbench.host", "the scheduler's cost per step against a null engine"),
+    "front": ("phalanx.microbench.front", "API workers and sockets before a null engine, by CPU second"),
     "offline": ("phalanx.microbench.offline", "throughput of LLM.generate, without HTTP"),
     "kv-indices": ("phalanx.microbench.kv_indices", "the KV-index kernels beside a memcpy"),
 }
@@ -18,6 +19,7 @@ _COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "generate text in this process, without a server",
     "pull": "bring a model into the cache folder",
+    "profile": "trace some steps of the engine: where their time goes",
     "bench": "benchmarks: " + ", ".join(_BENCHES),
 }
 
@@ -66,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
         return _run(importlib.import_module("phalanx.runtime.generate"), "phalanx generate", rest)
     if command == "pull":
         return _run(importlib.import_module("phalanx.models.pull"), "phalanx pull", rest)
+    if command == "profile":
+        return _run(importlib.import_module("phalanx.microbench.profile"), "phalanx profile", rest)
     if command == "bench":
         return _bench(rest)
     if command in ("-V", "--version"):
