@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ConfigError
 from phalanx.kernels import create_kv_indices
 from phalanx.kernels.kv_indices import check_bounds
+from phalanx.kernels.ragged import BLOCK_BYTES, MAX_COPY
 from phalanx.microbench import kv_indices as kv_indices_bench
 from phalanx.microbench import kv_problems
 
@@ -253,6 +254,45 @@ def test_many_requests_with_empty_ones_between(backend):
     want_indptr, want, _ = expected(table.cpu(), rows, lens, torch.zeros(300).int(), 1)
     indptr, out = create_kv_indices(table, rows.to(DEVICE), lens.to(DEVICE), backend=backend)
     assert indptr.tolist() == want_indptr and out.tolist() == want
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_rows_longer_than_one_copy(out_dtype, gap):
+    """The CPU's torch backend copies rows in classes of lengths, in parts, and through blocks."""
+    width = 3 * MAX_COPY + 1
+    table = make_table(3, width, pad_columns=1).to(DEVICE)
+    lens = [MAX_COPY + d for d in (-1, 0, 1)] + [2 * MAX_COPY, 2 * MAX_COPY + 1, width, 1, 0, 2, 3]
+    lens += [BLOCK_BYTES // 4 // 16] * 20  # more than a block of one class
+    rows, starts = [b % 3 for b in range(len(lens))], [width - n if b % 2 else 0 for b, n in enumerate(lens)]
+    offsets = [1 + gap * b + sum(lens[:b]) for b in range(len(lens) + 1)]
+    out = torch.full((offsets[-1] + 2,), CANARY, dtype=out_dtype, device=DEVICE)
+    want = out.clone()
+    for row, n, start, offset in zip(rows, lens, starts, offsets, strict=False):
+        want[offset : offset + n] = table[row, start : start + n]
+    create_kv_indices(table, *vectors(rows, lens, offsets), *vectors(starts), out, backend="torch")
+    assert torch.equal(out, want)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an index out of range poisons a CUDA context")
+@pytest.mark.parametrize(
+    "rows,lens,starts,indptr,message",
+    [
+        ([0, 4], [1, 1], [0, 0], [0, 1, 2], "leaves the table"),
+        ([0, -1], [1, 1], [0, 0], [0, 1, 2], "leaves the table"),
+        ([1, 3], [1, 8], [0, 9], [0, 1, 9], "leaves the table"),
+        ([1, 0], [1, 2], [0, -1], [0, 1, 3], "leaves the table"),
+        ([1, 2], [4, -3], [0, 0], [0, 4, 4], "page_kernel_lens has a negative length"),
+        ([1, 2], [4, 4], [0, 0], [0, 17, 21], "kv_indices has 20 entries, kv_indptr asks for 21"),
+        ([1, 2], [4, 4], [0, 0], [-1, 3, 7], "kv_indptr has a negative offset"),
+    ],
+)
+def test_torch_on_a_cpu_writes_nothing_if_a_row_is_out_of_bounds(rows, lens, starts, indptr, message):
+    table = make_table(4, 16)
+    out = torch.full((20,), CANARY, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        create_kv_indices(table, *vectors(rows, lens, indptr, starts), out, backend="torch")
+    assert (out == CANARY).all()
 
 
 def test_total_allocates_without_reading_and_keeps_its_size():

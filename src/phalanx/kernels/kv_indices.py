@@ -1,6 +1,6 @@
 """Build paged attention's `kv_indices` on the device: ragged rows of a slot table, packed as one CSR stream.
 
-Self-contained: needs torch (and Triton for the Triton backend) and nothing else of this package's engine.
+Self-contained: needs torch and NumPy (for the Triton backend also Triton), nothing of this package's engine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
-from phalanx.kernels.ragged import gather_entries, ragged_addresses
+from phalanx.kernels.ragged import gather_rows
 from phalanx.kernels.reference import create_kv_indices_naive
 
 BACKENDS = ("auto", "naive", "torch", "triton")
@@ -143,21 +143,20 @@ def _create_torch(
     first = rows.long() * table.stride(0)
     if kv_start_idx is not None:
         first = first + kv_start_idx
-    address = ragged_addresses(first, dense[:-1], counts, total, page_size)
+    offsets = None
     if kv_indptr is None:
         kv_indptr = dense.int()
         if kv_indices is None:
             kv_indices = table.new_empty(total)
         elif total > kv_indices.shape[0]:
             raise ValueError(f"kv_indices has {kv_indices.shape[0]} entries, {total} are needed")
-        gather_entries(table, address, page_size, kv_indices[:total])
-        return kv_indptr, kv_indices
-    assert kv_indices is not None  # the caller allocates where kv_indptr is given
-    target = ragged_addresses(kv_indptr[:-1].long(), dense[:-1], counts, total, 1)
-    if total and int(target.max()) >= kv_indices.shape[0]:
-        raise ValueError(f"kv_indices has {kv_indices.shape[0]} entries, kv_indptr asks for more")
-    taken = gather_entries(table, address, page_size, kv_indices.new_empty(total))
-    kv_indices.index_copy_(0, target, taken)
+    else:
+        assert kv_indices is not None  # the caller allocates where kv_indptr is given
+        offsets = kv_indptr[:-1].long()
+        needed = int(((offsets + counts) * (counts > 0)).max())
+        if needed > kv_indices.shape[0]:
+            raise ValueError(f"kv_indices has {kv_indices.shape[0]} entries, kv_indptr asks for {needed}")
+    gather_rows(table, first, counts, dense, kv_indices, page_size=page_size, offsets=offsets)
     return kv_indptr, kv_indices
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
-from phalanx.kernels.ragged import gather_entries, ragged_addresses
+from phalanx.kernels.ragged import gather_rows
 
 LANES_PER_BLOCK = 128  # lanes that one program of the first launch prepares and scans
 
@@ -148,21 +148,14 @@ def _step_prep_torch(
     out.kv_indptr[:1].zero_()
     torch.cumsum(page + 1, 0, dtype=torch.int32, out=out.kv_indptr[1:])
     if out.kv_indices is not None:
-        _fill_indices(row, page + 1, req_to_token, out.kv_indptr, out.kv_indices, page_size)
+        _fill_indices(row, req_to_token, out.kv_indptr, out.kv_indices, page_size)
 
 
 def _fill_indices(
-    row: torch.Tensor,
-    counts: torch.Tensor,
-    table: torch.Tensor,
-    indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    page_size: int,
+    row: torch.Tensor, table: torch.Tensor, indptr: torch.Tensor, kv_indices: torch.Tensor, page_size: int
 ) -> None:
-    first = row * table.stride(0)
-    address = ragged_addresses(first, indptr[:-1].long(), counts, int(indptr[-1]), page_size)
-    address = address[: kv_indices.shape[0]]
-    gather_entries(table, address, page_size, kv_indices[: len(address)])
+    indptr = indptr.long().clamp_(max=kv_indices.shape[0])  # drops what does not fit
+    gather_rows(table, row * table.stride(0), indptr.diff(), indptr, kv_indices, page_size=page_size)
 
 
 def _check(
