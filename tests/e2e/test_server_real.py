@@ -140,6 +140,7 @@ def test_clients_that_leave_free_their_pages(server: Server) -> None:
 
 
 def test_abort_during_and_after_chunked_prefill(server: Server) -> None:
+    """B18 over HTTP; tests/unit/test_chunked_prefill.py hits the exact steps."""
     words = "word " * 1500  # chunks of 256
     for delay in (0.05, 0.3, 0.8):
         rid = f"chunked-{delay}"
@@ -154,6 +155,7 @@ def test_abort_during_and_after_chunked_prefill(server: Server) -> None:
 
 
 def test_health_answers_during_long_prefills(server: Server) -> None:
+    """B50, its first half."""
     body = {"text": ["word " * 1900] * 2, "sampling_params": {"max_new_tokens": 1}}
     work = threading.Thread(target=generate, args=(server,), kwargs=body)
     work.start()
