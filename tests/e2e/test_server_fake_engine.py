@@ -96,6 +96,8 @@ def test_one_prompt(client, engine):
         "prompt_tokens": 5,
         "completion_tokens": 4,
         "cached_tokens": 0,
+        "reasoning_tokens": 0,
+        "num_retractions": 0,
         "weight_version": "default",
     }
     (request,) = engine.seen

@@ -145,6 +145,34 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         help="demanded as a bearer token on every route but /health; $PHALANX_API_KEY keeps it out of ps",
     )
+    group.add_argument(
+        "--cors-allow-origins",
+        default="*",
+        metavar="ORIGINS",
+        help="web pages of these origins, separated by commas, may use the server; * allows all of them",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="a request that is not answered in full by then is ended with an error (default: never)",
+    )
+    group.add_argument(
+        "--enable-cache-report",
+        action="store_true",
+        help="OpenAI's usage says how many prompt tokens were found in a cache",
+    )
+    group.add_argument(
+        "--log-requests", action="store_true", help="log every request; without it no prompt is ever logged"
+    )
+    group.add_argument(
+        "--log-requests-level",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=2,
+        help="0: counts and times; 1: parameters too; 2: the beginning of prompt and output too; 3: all",
+    )
+    group.add_argument("--log-requests-format", choices=("text", "json"), default="text", help="of a line")
     group.add_argument("--served-model-name", help="the name clients use (default: the model as typed)")
     group.add_argument(
         "--skip-tokenizer-init", action="store_true", help="ids in, ids out: no tokenizer is loaded"

@@ -146,12 +146,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP side."""
+    """The HTTP side.
+
+    cors_allow_origins: origins of web pages that may use the server; ("*",) for all.
+    request_timeout_s: the time in which a request must be answered in full; None for as long as it takes.
+    log_requests_level: 0 to 3, of what is logged of each request; None logs nothing of any.
+    """
 
     host: str
     port: int
     served_model_name: str
     api_key: str | None = None
+    cors_allow_origins: tuple[str, ...] = ("*",)
+    request_timeout_s: float | None = None
+    enable_cache_report: bool = False
+    log_requests_level: int | None = None
+    log_requests_format: str = "text"
     api_workers: int = 1
     log_level: str = "info"
     skip_tokenizer_init: bool = False

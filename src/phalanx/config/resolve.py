@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import secrets
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -307,6 +308,18 @@ def _cache(
     )
 
 
+def _origins(text: str) -> tuple[str, ...]:
+    """`--cors-allow-origins`: "*", or scheme://host[:port] and more of them."""
+    origins = tuple(origin.strip().rstrip("/") for origin in text.split(",") if origin.strip())
+    if origins == ("*",):
+        return origins
+    for origin in origins:
+        parts = urlsplit(origin)
+        if not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
+            raise ConfigError(f"--cors-allow-origins takes * or scheme://host[:port], got {origin!r}")
+    return origins
+
+
 def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerConfig:
     if not hasattr(args, "host"):
         return ServerConfig(host="", port=0, served_model_name=source.name, chat_template=args.chat_template)
@@ -314,6 +327,8 @@ def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerC
         raise ConfigError(f"--port must be in [0, 65535], got {args.port}")
     if args.api_key == "":
         raise ConfigError("--api-key must not be empty")
+    if args.request_timeout is not None and not 0 < args.request_timeout < math.inf:
+        raise ConfigError(f"--request-timeout must be a number above 0, got {args.request_timeout:g}")
     if args.stream_interval < 1:
         raise ConfigError(f"--stream-interval must be at least 1, got {args.stream_interval}")
     name = args.served_model_name
@@ -325,6 +340,11 @@ def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerC
         port=args.port,
         served_model_name=name,
         api_key=args.api_key,
+        cors_allow_origins=_origins(args.cors_allow_origins),
+        request_timeout_s=args.request_timeout,
+        enable_cache_report=args.enable_cache_report,
+        log_requests_level=args.log_requests_level if args.log_requests else None,
+        log_requests_format=args.log_requests_format,
         log_level=args.log_level,
         skip_tokenizer_init=args.skip_tokenizer_init,
         stream_interval=args.stream_interval,

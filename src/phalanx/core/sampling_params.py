@@ -16,6 +16,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096  # of all stop strings of a request: matching them costs memory per character
 MIN_REPETITION_PENALTY = 1e-6  # a logit divided by less may not be finite in fp32
+MAX_STOP_REGEXES = 8
 _MAX_INT32 = 2**31 - 1
 
 
@@ -35,6 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             output, in [1e-6, 2].
         min_new_tokens: the end tokens cannot be chosen before this many output tokens.
         stop: strings that end the text; the match itself is cut off unless no_stop_trim.
+        stop_regex: regular expressions (RE2's kind) that end the text with the token that completes a match;
+            nothing is cut off, as in SGLang.
         stop_token_ids: more token ids that end the request.
         ignore_eos: the model's own end tokens do not end the request (stop_token_ids still do).
         skip_special_tokens: leave special tokens out of the text.
@@ -56,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -67,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         """Take what people naturally pass: one stop string, lists, NumPy scalars, None for nothing."""
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_regex", "stop_token_ids"):
             value = getattr(self, name)
             if type(value) is not tuple:
                 msgspec.structs.force_setattr(self, name, _as_tuple(name, value))
@@ -112,6 +116,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise _bad(
                 "stop", f"may hold at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters in all"
             )
+        if any(not isinstance(s, str) or not s for s in self.stop_regex):
+            raise _bad("stop_regex", "must be non-empty strings")
+        if len(self.stop_regex) > MAX_STOP_REGEXES:
+            raise _bad("stop_regex", f"may hold at most {MAX_STOP_REGEXES} expressions")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
             raise _bad("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS // 2} ids")
         for token in self.stop_token_ids:

@@ -81,8 +81,6 @@ async def make_streams(
     num_logprobs = 0
     for ask in asks:
         try:
-            if ask.sampling.stop and worker.detokenizer is None:
-                raise RequestError("stop needs a tokenizer, and this server runs without one", param="stop")
             # An absurd n is refused by `settle`, which checks all parameters; its ids are not drawn first.
             stream_ids = worker.stream_ids(possible_outputs(ask.sampling.n))
             requests = worker.settler.settle(stream_ids, ask.input_ids, ask.sampling, ask.logprobs)

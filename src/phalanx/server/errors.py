@@ -13,6 +13,7 @@ from phalanx.core.errors import RequestError
 T = TypeVar("T")
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_NOTHING = (None, False, 0, "", [], {})
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 
 
@@ -45,11 +46,23 @@ def _invalid_field(text: str) -> RequestError:
 def refuse_unsupported(body: Any, names: Iterable[str]) -> None:
     """Raise a 400 for a field of `body` that is known, asked for, and cannot be honoured.
 
-    None, false, 0 and empty values ask for nothing.
+    None, false, 0 and empty values ask for nothing, and nor does a list of them.
     """
     for name in names:
-        if getattr(body, name) not in (None, False, 0, "", [], {}):
-            raise RequestError(f"{name} is not supported", param=name, code="unsupported_parameter")
+        if _asks(getattr(body, name)):
+            raise unsupported(name)
+
+
+def _asks(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(item not in _NOTHING for item in value)
+    return value not in _NOTHING
+
+
+def unsupported(name: str, what: str = "", why: str = "") -> RequestError:
+    """The 400 for a known field that cannot be honoured."""
+    message = f"{name} {what}".strip() + " is not supported" + (f": {why}" if why else "")
+    return RequestError(message, param=name, code="unsupported_parameter")
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:

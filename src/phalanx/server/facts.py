@@ -9,6 +9,8 @@ import msgspec
 
 from phalanx.server.state import ApiWorker
 
+WEIGHT_VERSION = "default"  # SGLang's name for weights that nobody replaced
+NUM_CACHED_TOKENS = 0  # prompt tokens found in a cache: nothing is cached between requests
 _HIDDEN = "(hidden)"
 _PAGES = ("total", "free", "cached", "held")
 
@@ -35,7 +37,7 @@ def model_info(worker: ApiWorker) -> dict[str, Any]:
         "tokenizer_path": settings.source.tokenizer_path,
         "served_model_name": settings.server.served_model_name,
         "is_generation": True,
-        "weight_version": "default",
+        "weight_version": WEIGHT_VERSION,
         "model_type": settings.model.architecture,
         "vocab_size": settings.model.vocab_size,
         "context_length": settings.scheduler.context_length,

@@ -7,11 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.server.errors import error_event
+from phalanx.server.facts import NUM_CACHED_TOKENS, WEIGHT_VERSION
 from phalanx.server.logprobs import Positions, TokenTexts
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
 
-WEIGHT_VERSION = "default"
+# What SGLang tells of every request and what is the same for all here: weights are never replaced, nothing is
+# cached between requests, nobody's pages are taken back, and no reasoning is parsed.
+_CONSTANTS = {
+    "weight_version": WEIGHT_VERSION,
+    "cached_tokens": NUM_CACHED_TOKENS,
+    "num_retractions": 0,
+    "reasoning_tokens": 0,
+}
 
 
 class GenerateForm:
@@ -63,7 +71,8 @@ class GenerateForm:
                 b'],"meta_info":{"id":'
                 + encode_json(stream.rid)
                 + f',"finish_reason":null,"prompt_tokens":{stream.num_prompt_tokens},'.encode()
-                + f'"cached_tokens":0,"weight_version":"{WEIGHT_VERSION}","completion_tokens":'.encode()
+                + encode_json(_CONSTANTS)[1:-1]
+                + b',"completion_tokens":'
             )
             stream.head = b"data: {" + index.encode()
         escaped = encode_json(text)[1:-1] if text else b""
@@ -114,8 +123,7 @@ class GenerateForm:
             "id": stream.rid,
             "finish_reason": finish_reason(stream),
             "prompt_tokens": stream.num_prompt_tokens,
-            "cached_tokens": 0,  # nothing is cached between requests
-            "weight_version": WEIGHT_VERSION,
+            **_CONSTANTS,
             "completion_tokens": stream.num_output_tokens,
         }
         if stream.finish is not None:
@@ -131,7 +139,9 @@ class GenerateForm:
         # The first prompt token follows nothing, so it has no log-probability; SGLang puts a null there.
         first = [int(stream.request.input_ids[0])] if wanted.prompt_start == 0 else []
         meta["input_token_logprobs"] = [[None, i, self._text(i)] for i in first] + self._tokens(log.prompt, 0)
+        meta["input_token_logprobs_length"] = len(meta["input_token_logprobs"])
         meta["output_token_logprobs"] = self._tokens(log.output, start, end)
+        meta["output_token_logprobs_length"] = end  # so far, also where an event carries only what is new
         if wanted.top_k:
             meta["input_top_logprobs"] = [None for _ in first] + self._lists(log.prompt.top)
             meta["output_top_logprobs"] = self._lists(log.output.top[start:end])

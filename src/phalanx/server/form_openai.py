@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from phalanx.server.facts import NUM_CACHED_TOKENS, WEIGHT_VERSION
 from phalanx.server.logprobs import Positions, TokenTexts
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
@@ -66,19 +68,53 @@ class ChoiceForm(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class UsageForm:
+    """Which counts are told, beside those that every whole answer has.
+
+    in_last_chunk: a stream ends with a chunk of counts and no choices.
+    in_every_chunk: each chunk has the counts of its own choice so far.
+    with_cached: `prompt_tokens_details` says how much of the prompt was cached.
+    """
+
+    in_last_chunk: bool = False
+    in_every_chunk: bool = False
+    with_cached: bool = False
+
+    def of(self, streams: Iterable[OutputStream]) -> dict[str, Any]:
+        """OpenAI's usage; a prompt with several outputs counts once."""
+        prompts: dict[int, int] = {}
+        output = 0
+        for stream in streams:
+            prompts[id(stream.request.input_ids)] = stream.num_prompt_tokens
+            output += stream.num_output_tokens
+        prompt = sum(prompts.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": NUM_CACHED_TOKENS} if self.with_cached else None,
+            "reasoning_tokens": 0,
+        }
+
+
 class OpenAIForm:
     """Answers of both OpenAI routes.
 
     Args:
-        include_usage: stream the counts in a last chunk with no choices.
+        with_ids: choices carry their token ids.
     """
 
     fails_whole = True
 
-    def __init__(self, envelope: Envelope, choices: ChoiceForm, *, include_usage: bool) -> None:
+    def __init__(
+        self, envelope: Envelope, choices: ChoiceForm, usage: UsageForm, *, with_ids: bool = False
+    ) -> None:
         self._envelope = envelope
         self._choices = choices
-        self._include_usage = include_usage
+        self._usage = usage
+        self._with_ids = with_ids
+        self._is_plain = not (with_ids or usage.in_every_chunk)  # a delta is nothing but text
 
     def chunk(self, stream: OutputStream) -> bytes:
         """Events for what is new: a role or prompt first, the text, the finish reason once."""
@@ -86,43 +122,51 @@ class OpenAIForm:
         if not stream.has_started:
             first = self._choices.first(stream)
             if first is not None:
-                parts.append(self._envelope.chunk(choices=[first]))
+                parts.append(self._chunk(stream, first))
         text, stream.unsent_text = stream.unsent_text, ""
         start, stream.num_sent = stream.num_sent, stream.num_output_tokens
-        if stream.logprobs is not None and stream.num_sent > start:
-            parts.append(self._envelope.chunk(choices=[self._choices.delta(stream, text, start)]))
+        if stream.num_sent > start and (self._with_ids or stream.logprobs is not None):
+            delta = self._choices.delta(stream, text, start)
+            if self._with_ids:
+                delta["token_ids"] = stream.text.output_ids[start:]
+            parts.append(self._chunk(stream, delta))
+        elif text and not self._is_plain:
+            parts.append(self._chunk(stream, self._choices.delta(stream, text, start)))
         elif text:
             if not stream.head:
                 before, stream.prefix = self._choices.between(stream.index)
                 stream.head = self._envelope.head + before
             parts.append(b"".join((stream.head, encode_json(text), stream.prefix)))
         if stream.finish is not None:
-            parts.append(self._envelope.chunk(choices=[self._choices.last(stream)]))
+            parts.append(self._chunk(stream, self._choices.last(stream)))
         return b"".join(parts)
+
+    def _chunk(self, stream: OutputStream, choice: dict[str, Any]) -> bytes:
+        if self._with_ids and not stream.has_started and "token_ids" not in choice:
+            choice["prompt_token_ids"] = stream.request.input_ids.tolist()
+        if self._usage.in_every_chunk:
+            return self._envelope.chunk(choices=[choice], usage=self._usage.of((stream,)))
+        return self._envelope.chunk(choices=[choice])
 
     def tail(self, call: Call) -> bytes:
         """The counts, if asked for, and the end mark."""
-        usage = self._envelope.chunk(choices=[], usage=count(call.streams)) if self._include_usage else b""
+        usage = b""
+        if self._usage.in_last_chunk:
+            usage = self._envelope.chunk(choices=[], usage=self._usage.of(call.streams))
         return usage + b"data: [DONE]\n\n"
 
     def whole(self, call: Call) -> Iterator[bytes]:
         """The JSON body."""
         separator = self._envelope.whole_head() + b'"choices":['
         for stream in call.streams:
-            yield separator + encode_json(self._choices.whole(stream))
+            choice = self._choices.whole(stream)
+            if self._with_ids:
+                choice["prompt_token_ids"] = stream.request.input_ids.tolist()
+                choice["token_ids"] = stream.text.output_ids
+            yield separator + encode_json(choice)
             separator = b","
-        yield b'],"usage":' + encode_json(count(call.streams)) + b"}"
-
-
-def count(streams: Iterable[OutputStream]) -> dict[str, Any]:
-    """OpenAI's usage; a prompt with several outputs counts once."""
-    prompts: dict[int, int] = {}
-    output = 0
-    for stream in streams:
-        prompts[id(stream.request.input_ids)] = stream.num_prompt_tokens
-        output += stream.num_output_tokens
-    prompt = sum(prompts.values())
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        rest = {"usage": self._usage.of(call.streams), "metadata": {"weight_version": WEIGHT_VERSION}}
+        yield b"]," + encode_json(rest)[1:]
 
 
 class ChatChoices:
@@ -235,7 +279,8 @@ class CompletionChoices:
             offsets.append(stream.text_offset)
             stream.text_offset += self._length(stream, log.token_ids[i])
             # The chosen token is always among them, as OpenAI's are: up to logprobs + 1 entries.
-            top = {self._texts.key(j): value for value, j in log.top[i]}
+            # Ids with one name are told apart by nobody: the likeliest, which comes first, stays.
+            top = {self._texts.key(j): value for value, j in reversed(log.top[i])}
             top.setdefault(token, log.logprobs[i])
             tops.append(top)
         return {

@@ -81,8 +81,13 @@ class TokenTexts:
         return sum(byte & 0xC0 != 0x80 for byte in self._to_bytes(token_id))  # not a UTF-8 continuation
 
     def key(self, token_id: int) -> str:
-        """The token's name in completions; bytes that are no text by themselves are spelled out."""
-        raw = b"" if self._to_bytes is None else self._to_bytes(token_id)
+        """The token's name in completions; bytes that are no text by themselves are spelled out.
+
+        Without a tokenizer it is "token_id:N", as vLLM's `return_tokens_as_token_ids` has it.
+        """
+        if self._to_bytes is None:
+            return f"token_id:{token_id}"
+        raw = self._to_bytes(token_id)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:

@@ -85,6 +85,9 @@ def _common(fields: Any) -> dict[str, Any]:
     values = {name: value for name in _SAME_NAMES if (value := getattr(fields, name)) is not None}
     if fields.stop is not None:
         values["stop"] = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+    if fields.stop_regex is not None:
+        one = isinstance(fields.stop_regex, str)
+        values["stop_regex"] = (fields.stop_regex,) if one else tuple(fields.stop_regex)
     if fields.stop_token_ids is not None:
         values["stop_token_ids"] = tuple(fields.stop_token_ids)
     return values

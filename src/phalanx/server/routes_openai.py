@@ -17,11 +17,18 @@ from phalanx.server.calls import (
     run_call,
 )
 from phalanx.server.errors import decode_json
-from phalanx.server.form_openai import ChatChoices, ChoiceForm, CompletionChoices, Envelope, OpenAIForm
+from phalanx.server.form_openai import (
+    ChatChoices,
+    ChoiceForm,
+    CompletionChoices,
+    Envelope,
+    OpenAIForm,
+    UsageForm,
+)
 from phalanx.server.pace import Pace
 from phalanx.server.params import logprobs_from_openai, openai_names, sampling_from_openai
 from phalanx.server.response import Receive, Response
-from phalanx.server.schema_openai import ChatBody, CompletionBody, check_supported
+from phalanx.server.schema_openai import ChatBody, CompletionBody, StreamOptions, check_supported
 from phalanx.server.state import ApiWorker
 from phalanx.server.texts import decode_ids, encode_texts
 
@@ -52,23 +59,14 @@ async def _chat_ids(worker: ApiWorker, body: ChatBody, size_bytes: int) -> list[
             raise RequestError(
                 f"chat_template_kwargs may not set {name}", param="chat_template_kwargs", code="invalid_value"
             )
-    tools = body.tools if body.tools and body.tool_choice != "none" else None
-    try:
-        return await worker.offload(
-            size_bytes,
-            lambda: tokenizer.apply_chat_template(
-                body.messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **kwargs
-            ),
-        )
-    except RequestError as error:
-        if error.param != "tools":
-            raise
-        raise RequestError(
-            "tools are not supported: tool calling is not built yet, and this model's chat template has no "
-            "place for them",
-            param="tools",
-            code="unsupported_parameter",
-        ) from None
+    if body.reasoning_effort is not None:
+        kwargs = {"reasoning_effort": body.reasoning_effort, **kwargs}
+    return await worker.offload(
+        size_bytes,
+        lambda: tokenizer.apply_chat_template(
+            body.messages, add_generation_prompt=body.add_generation_prompt, **kwargs
+        ),
+    )
 
 
 async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
@@ -76,11 +74,12 @@ async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, resp
     body = await worker.offload(len(raw_body), lambda: decode_json(_completion_decoder, raw_body))
     check_supported(body)
     worker.check_model(body.model)
-    worker.require_tokenizer()
     texts, prompts = await _prompts(worker, body)
     echoed = None
     if body.echo:
-        if texts is None:
+        if worker.tokenizer is None:
+            texts = [""] * len(prompts)  # the ids are told in any case
+        elif texts is None:
             await _check_prompts(worker, prompts)
             texts = await decode_ids(worker, prompts, skip_special_tokens=False)
         echoed = [text for text in texts for _ in range(possible_outputs(body.n))]
@@ -99,8 +98,16 @@ async def _run(
 ) -> None:
     sampling, logprobs = sampling_from_openai(body), logprobs_from_openai(body)
     envelope = Envelope(kind, worker.settings.server.served_model_name)
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    form = OpenAIForm(envelope, choices, include_usage=include_usage)
+    options = body.stream_options or StreamOptions()
+    usage = UsageForm(
+        in_last_chunk=bool(options.include_usage),
+        in_every_chunk=bool(options.continuous_usage_stats),
+        with_cached=worker.settings.server.enable_cache_report,
+    )
+    # Without a tokenizer the ids are all that there is to tell.
+    form = OpenAIForm(
+        envelope, choices, usage, with_ids=bool(body.return_token_ids) or worker.tokenizer is None
+    )
     call = new_call(form, response, is_stream=bool(body.stream))
     check_rid(body.rid)
     rid = body.rid or envelope.id

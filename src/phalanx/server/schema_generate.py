@@ -8,7 +8,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 UNSUPPORTED_SAMPLING = (
-    "stop_regex",
     "beam_width",
     "json_schema",
     "regex",
@@ -16,7 +15,6 @@ UNSUPPORTED_SAMPLING = (
     "structural_tag",
     "custom_params",
     "watermark",
-    "stream_interval",
 )
 UNSUPPORTED = (
     "input_embeds",
@@ -29,7 +27,10 @@ UNSUPPORTED = (
     "return_routed_experts",
     "custom_logit_processor",
     "priority",
+    "routed_dp_rank",  # 0 is the only rank there is, and asks for nothing
     "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
 )
 
 
@@ -54,7 +55,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: int | None = None
     logit_bias: dict[int, float] | None = None
     sampling_seed: int | None = None
-    stop_regex: Any = None
+    stop_regex: str | list[str] | None = None
+    stream_interval: int | None = None
     beam_width: Any = None
     json_schema: Any = None
     regex: Any = None
@@ -62,11 +64,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
     custom_params: Any = None
     watermark: Any = None
-    stream_interval: Any = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """One prompt, or a list of prompts with values that are one for all or one for each."""
+    """One prompt, or a list of prompts with values that are one for all or one for each.
+
+    extra_key, cache_salt: keep prefixes of different keys apart; none are shared yet, so each is kept apart.
+    routing_key: for a router in front of several servers.
+    """
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -79,6 +84,11 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = False
     return_prompt_token_ids: bool | None = False
+    extra_key: str | list[str | None] | None = None
+    cache_salt: str | list[str | None] | None = None
+    routing_key: str | list[str | None] | None = None
+    no_logs: bool | None = False
+    log_metrics: bool | None = True
     input_embeds: Any = None
     image_data: Any = None
     video_data: Any = None
@@ -89,7 +99,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_routed_experts: Any = None
     custom_logit_processor: Any = None
     priority: Any = None
+    routed_dp_rank: Any = None
     bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from phalanx.core.errors import RequestError
-from phalanx.server.errors import refuse_unsupported
+from phalanx.server.errors import refuse_unsupported, unsupported
 
 # Known here or in other engines, and not built: refused by name when asked for.
 _UNSUPPORTED = (
@@ -26,13 +26,11 @@ _UNSUPPORTED = (
     "use_beam_search",
     "custom_logit_processor",
     "return_hidden_states",
-    "stop_regex",
     "priority",
 )
 _UNSUPPORTED_CHAT = (
     "audio",
     "functions",
-    "function_call",
     "continue_final_message",
     "chat_template",
     "web_search_options",
@@ -41,7 +39,9 @@ _UNSUPPORTED_COMPLETION = ("suffix",)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """include_usage: one more chunk before [DONE], with the counts."""
+    """include_usage: one more chunk before [DONE], with the counts. continuous_usage_stats: every chunk has
+    those of its choice so far.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -74,6 +74,11 @@ class OpenAIBody(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     rid: str | None = None
+    stop_regex: str | list[str] | None = None
+    return_token_ids: bool | None = False
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    user: str | None = None
     response_format: dict[str, Any] | None = None
     json_schema: Any = None
     regex: Any = None
@@ -90,7 +95,6 @@ class OpenAIBody(msgspec.Struct, kw_only=True):
     use_beam_search: Any = None
     custom_logit_processor: Any = None
     return_hidden_states: Any = None
-    stop_regex: Any = None
     priority: Any = None
 
 
@@ -103,6 +107,7 @@ class ChatBody(OpenAIBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     modalities: list[str] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     audio: Any = None
@@ -128,23 +133,31 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
     refuse_unsupported(body, _UNSUPPORTED)
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
-        raise _unsupported("response_format", f"of type {kind!r}")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise _unsupported("stream_options.continuous_usage_stats")
+        raise unsupported("response_format", f"of type {kind!r}")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     if isinstance(body, CompletionBody):
         refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
-        if body.best_of is not None and body.best_of > 1:
-            raise _unsupported("best_of", "above 1")
+        _check_best_of(body)
         return
     refuse_unsupported(body, _UNSUPPORTED_CHAT)
     if body.modalities and body.modalities != ["text"]:
-        raise _unsupported("modalities", "other than text")
+        raise unsupported("modalities", "other than text")
     if isinstance(body.tool_choice, dict) or body.tool_choice not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "that forces a tool")
+        raise unsupported("tool_choice", "that forces a tool")
+    if body.tools and body.tool_choice != "none":
+        raise unsupported("tools", why="tool calling is not built yet")
+    if body.function_call not in (None, "none", "auto"):
+        raise unsupported("function_call", "that forces a function")
 
 
-def _unsupported(name: str, what: str = "") -> RequestError:
-    detail = f"{name} {what}".strip()
-    return RequestError(f"{detail} is not supported", param=name, code="unsupported_parameter")
+def _check_best_of(body: CompletionBody) -> None:
+    """As many as are asked for may be drawn: choosing the best of more is not built."""
+    num_outputs = 1 if body.n is None else body.n
+    if body.best_of is None or body.best_of == num_outputs:
+        return
+    if body.best_of > num_outputs:
+        raise unsupported("best_of", "above n")
+    raise RequestError(
+        f"best_of is {body.best_of}, below n, which is {num_outputs}", param="best_of", code="invalid_value"
+    )

@@ -13,6 +13,7 @@ from phalanx.core.errors import RequestError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish
 from phalanx.text.detokenizer import Detokenizer, DetokState
+from phalanx.text.stop_regex import RegexStops
 from phalanx.text.stop_strings import StopMatcher
 
 FinishKind = Literal["stop", "length", "abort", "error"]
@@ -50,22 +51,24 @@ class TextStream:
     text is cut before it (after it with `no_stop_trim`), the tokens after the completing one are dropped, and
     later pushes are ignored: the caller aborts the request. A stop *token* (the last id pushed, with
     `Finish.STOP`) stays in the ids and counts; its text is left out unless `no_stop_trim`. Stop strings are
-    looked for from the first token on, whatever `min_new_tokens` says.
+    looked for from the first token on, whatever `min_new_tokens` says. A stop regex ends the text with the
+    token that completes a match, of which nothing is cut off.
 
     Args:
         detokenizer: None runs without text: `text` and `output_text` are None.
-        sampling: its stop, no_stop_trim and skip_special_tokens are used.
+        sampling: its stop, stop_regex, no_stop_trim and skip_special_tokens are used.
 
     Raises:
-        RequestError: stop strings without a tokenizer.
+        RequestError: stop strings or expressions without a tokenizer, or an expression that cannot be used.
     """
 
-    __slots__ = ("_ids", "_is_plain", "_keep_stop", "_matcher", "_parts", "_reason", "_state")
+    __slots__ = ("_ids", "_is_plain", "_keep_stop", "_matcher", "_parts", "_reason", "_regexes", "_state")
 
     def __init__(self, detokenizer: Detokenizer | None, sampling: SamplingParams) -> None:
-        if detokenizer is None and sampling.stop:
+        if detokenizer is None and (sampling.stop or sampling.stop_regex):
+            name = "stop" if sampling.stop else "stop_regex"
             raise RequestError(
-                "stop strings need a tokenizer, and this server runs without one", param="stop"
+                f"{name} needs a tokenizer, and this server runs without one", param=name, code="no_tokenizer"
             )
         self._state: DetokState | None = None
         if detokenizer is not None:
@@ -74,7 +77,9 @@ class TextStream:
         self._matcher = (
             StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim) if sampling.stop else None
         )
-        self._is_plain = self._state is not None and self._matcher is None  # and not finished
+        self._regexes = RegexStops(sampling.stop_regex) if sampling.stop_regex else None
+        # Not finished either, later on.
+        self._is_plain = self._state is not None and self._matcher is None and self._regexes is None
         self._ids: list[int] = []
         self._parts: list[str] = []
         self._reason: FinishReason | None = None
@@ -150,10 +155,12 @@ class TextStream:
         return TextDelta(text, len(ids), reason)
 
     def _advance(self, ids: list[int]) -> tuple[str | None, int, str | None]:
-        """Text of `ids`, how many of them count, and the stop string that completed."""
+        """Text of `ids`, how many of them count, and the stop string or expression that completed."""
         state, matcher = self._state, self._matcher
         if state is None:
             return None, len(ids), None
+        if self._regexes is not None:
+            return self._advance_with_regexes(ids, self._regexes)
         if matcher is None:
             return state.push(ids), len(ids), None
         if len(ids) == 1:
@@ -166,6 +173,22 @@ class TextStream:
             parts.append(text)
             if matched is not None:
                 return "".join(parts), num_read, matched
+        return "".join(parts), len(ids), None
+
+    def _advance_with_regexes(self, ids: list[int], regexes: RegexStops) -> tuple[str, int, str | None]:
+        """The same where expressions are looked for; a stop string that the same token completes wins."""
+        assert self._state is not None
+        parts = []
+        for num_read, token in enumerate(ids, 1):
+            text, matched = self._state.push([token]), None
+            expression = regexes.feed(text)
+            if self._matcher is not None:
+                text, matched = self._matcher.feed(text)
+                if matched is None and expression is not None:
+                    text += self._matcher.flush()
+            parts.append(text)
+            if matched is not None or expression is not None:
+                return "".join(parts), num_read, matched if matched is not None else expression
         return "".join(parts), len(ids), None
 
     def _flush(self) -> tuple[str, str | None]:
