@@ -101,3 +101,27 @@ def test_a_failed_step_ends_its_streams_and_the_loop_goes_on(overlap: bool) -> N
     submit(worker, 2)
     assert drain(worker) == {2: [7] * 5 + [Finish.LENGTH]}
     assert worker.stats()["pages_held"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stats_tell_the_host_time_of_every_step(overlap: bool) -> None:
+    worker, _ = make(overlap)
+    submit(worker, 1, max_new_tokens=6)
+    while worker.busy:
+        worker.step()
+        worker.sent()
+    stats = worker.stats()
+    host_time = stats["host_time"]
+    counts = {phase: host_time[phase]["count"] for phase in host_time if phase != "bounds_s"}
+    assert counts == {
+        "plan": 6,
+        "launch": 6,
+        "kv_indices": 0,
+        "wait": 7 if overlap else 6,
+        "apply": 6,
+        "send": 6,
+        "between_steps": 4,  # between the five steps that decode
+    }
+    assert stats["kv_indices_backend"] is None
+    assert 0 < stats["host_time_between_steps_ms"]["mean"] < 1000
+    assert stats["num_steps"] == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from phalanx.attention.base import DecodePart, ForwardBatch, PrefillPart
 from phalanx.core.step import PrefillChunks, StepPlan
 from phalanx.engine.buckets import MixedShape, bucket_of
+from phalanx.engine.launch_times import LaunchClock
 from phalanx.engine.plan_arrays import HEADER, PromptTokens, decode_inputs, padded, plan_arrays
 from phalanx.engine.plan_check import check_plan
 from phalanx.engine.rows import DeviceRows
@@ -43,6 +45,9 @@ class BatchBuilder:
         pad_decode: the model runs over whole buckets; else over the live lanes alone.
         indices: who fills kv_indices for attention that reads them: "fused" (`step_prep`) or a backend of
             `create_kv_indices`, of which "naive" and "torch" read lengths on the host. None: nobody.
+
+    Attributes:
+        clock: told when a step's inputs are queued, and how long its kv_indices took.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class BatchBuilder:
         if indices is not None:
             self._kv_indices = torch.zeros(num_pages + buckets[-1], dtype=torch.int32, device=rows.device)
         self._buffers: dict[int, StepPrepBuffers] = {}
+        self.clock = LaunchClock()
 
     def send(self, plan: StepPlan, shape: MixedShape | None = None) -> SentPlan:
         """Copy a plan's arrays to the device and apply its changes to the device rows.
@@ -91,6 +97,7 @@ class BatchBuilder:
             self._rows.store_prompt(sent.arrays)
             tokens = PromptTokens.of(plan.prefill)
             self._sampling.record_prompt(tokens.rows, tokens.positions, plan.prefill.input_ids)
+        self.clock.prepared()
         return sent
 
     def copy(self, plan: StepPlan, shape: MixedShape | None = None) -> SentPlan:
@@ -172,17 +179,27 @@ class BatchBuilder:
             page_size=self._page_size,
         )
         if self._indices not in (None, "fused"):
-            create_kv_indices(
-                self._rows.req_to_token,
-                buffers.rows,
-                buffers.seq_lens,
-                buffers.kv_indptr,
-                None,
-                self._kv_indices,
-                page_size=self._page_size,
-                backend=self._indices,
-            )
+            self._build_indices(buffers)
+        self.clock.prepared()
         return buffers
+
+    def _build_indices(self, buffers: StepPrepBuffers) -> None:
+        begin = time.perf_counter_ns()
+        if self._indices in ("naive", "torch") and self._rows.device.type == "cuda":
+            # They would wait inside, when they read the lengths: so the wait is told from the work.
+            torch.cuda.current_stream().synchronize()
+        ready = time.perf_counter_ns()
+        create_kv_indices(
+            self._rows.req_to_token,
+            buffers.rows,
+            buffers.seq_lens,
+            buffers.kv_indptr,
+            None,
+            self._kv_indices,
+            page_size=self._page_size,
+            backend=self._indices,
+        )
+        self.clock.built_indices(ready - begin, time.perf_counter_ns() - ready)
 
     def _allocate(self, bucket: int) -> StepPrepBuffers:
         buffers = StepPrepBuffers.allocate(bucket, None, self._rows.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError
 from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.engine import Engine
+from phalanx.engine.launch_times import LaunchTimes
 from phalanx.engine.memory import DTYPES, available_bytes, count_pages
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
@@ -23,11 +25,13 @@ class BuiltEngine:
     """A ready engine.
 
     num_pages: pages of its pool, padding page 0 included. phases: seconds that each part of the start took.
+    launch_times: what the engine says of its last launch; None from one that says nothing.
     """
 
     engine: Engine | CudaEngine
     num_pages: int
     phases: dict[str, float]
+    launch_times: Callable[[], LaunchTimes] | None
 
 
 def build_engine(settings: Settings, progress: bool = True) -> BuiltEngine:
@@ -65,16 +69,18 @@ def build_engine(settings: Settings, progress: bool = True) -> BuiltEngine:
         )
         attn = create_attention(settings.engine.attention_backend, settings.model, device)
         engine: Engine | CudaEngine
+        launch_times = None
         if device.type == "cpu":
             engine = Engine(settings, model, pool, attn, device)
             phases["kv_pool"] = time.perf_counter() - start
         else:
             engine = CudaEngine(settings, model, pool, attn, device)
+            launch_times = engine.launch_times
             phases["kv_pool"] = time.perf_counter() - start
             start = time.perf_counter()
             engine.warm_up(progress=progress)
             phases["capture" if settings.engine.cuda_graph else "warm_up"] = time.perf_counter() - start
-    return BuiltEngine(engine, num_pages, phases)
+    return BuiltEngine(engine, num_pages, phases, launch_times)
 
 
 def _load(settings: Settings, dtype: torch.dtype, device: torch.device, progress: bool) -> Decoder:

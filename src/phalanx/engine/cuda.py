@@ -20,6 +20,7 @@ from phalanx.engine.batch import BatchBuilder, SentPlan, prefill_part
 from phalanx.engine.buckets import LONGEST_CHUNK, MixedShape, MixedShapes, decode_buckets
 from phalanx.engine.engine import Model
 from phalanx.engine.graphs import StepGraphs
+from phalanx.engine.launch_times import LaunchTimes
 from phalanx.engine.plan_arrays import HEADER
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
@@ -102,6 +103,7 @@ class CudaEngine:
                 else:
                     self._capture_decode(size)
         torch.cuda.synchronize(self._device)
+        self._batches.clock.take()  # of no step
 
     def _capture_decode(self, bucket: int) -> None:
         inputs = torch.zeros(HEADER + bucket, dtype=torch.int32, device=self._device)
@@ -146,6 +148,10 @@ class CudaEngine:
             raise
         except Exception as error:
             return FailedHandle(plan.step_id, error)
+
+    def launch_times(self) -> LaunchTimes:
+        """Where the host's time in the last launch went. Ask once after each."""
+        return self._batches.clock.take()
 
     def close(self) -> None:
         """Wait for launched steps."""

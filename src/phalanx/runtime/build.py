@@ -29,11 +29,13 @@ def build_worker(settings: Settings, *, progress: bool) -> tuple[Worker, dict[st
         num_pages = _null_pages(settings)
         engine = NullEngine(settings)
         phases: dict[str, float] = {}
+        launch_times = None
     else:
         from phalanx.engine.build import build_engine
 
         built = build_engine(settings, progress=progress)
         engine, num_pages, phases = built.engine, built.num_pages, built.phases
+        launch_times = built.launch_times
     scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size)
     pool_tokens = (num_pages - 1) * page_size
     context = settings.scheduler.context_length
@@ -52,7 +54,14 @@ def build_worker(settings: Settings, *, progress: bool) -> tuple[Worker, dict[st
         context,
         ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items()) or "without a model",
     )
-    return Worker(scheduler, engine, overlap=settings.engine.overlap), info
+    worker = Worker(
+        scheduler,
+        engine,
+        overlap=settings.engine.overlap,
+        kv_indices_backend=settings.engine.kv_indices_backend,
+        launch_times=launch_times,
+    )
+    return worker, info
 
 
 def _null_pages(settings: Settings) -> int:

@@ -170,6 +170,7 @@ class LLM:
                     if stopped:
                         self._worker.abort(stopped)
                         self._worker.pending_outputs()  # their ends: the collector knows them already
+                self._worker.sent()
                 if collector.num_finished != shown:
                     shown = collector.num_finished
                     bar.update(task, completed=shown)

@@ -1,0 +1,215 @@
+"""Host time of every step by phase, always recorded: histograms with exact counts and sums.
+
+A step costs a clock read and an append for each phase, about a microsecond in all; the histograms are brought
+up to date in bulk, every few hundred steps and when they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.engine.launch_times import LaunchTimes
+
+_PER_DECADE = 10
+_DECADES = (-6, 1)  # 1 us .. 10 s; what is longer falls into a last bucket without a bound
+BOUNDS_S: npt.NDArray[np.float64] = np.round(
+    10.0 ** (np.arange(_DECADES[0] * _PER_DECADE, _DECADES[1] * _PER_DECADE + 1) / _PER_DECADE), 9
+)
+_BOUNDS_NS = np.round(BOUNDS_S * 1e9).astype(np.int64)
+_FOLD_AT = 512  # values of one phase that wait: folding them takes some 20 us
+
+
+class Histogram:
+    """Durations in fixed, log-spaced buckets: bucket i holds those above BOUNDS_S[i-1] and up to BOUNDS_S[i].
+
+    The last bucket, number len(BOUNDS_S), holds what is longer than every bound.
+    """
+
+    def __init__(self) -> None:
+        self._buckets = np.zeros(len(BOUNDS_S) + 1, np.int64)
+        self._sum_ns = 0
+        self._waiting = array("q")
+
+    def add(self, duration_ns: int) -> None:
+        """Record one duration."""
+        self._waiting.append(duration_ns)
+        if len(self._waiting) >= _FOLD_AT:
+            self._fold()
+
+    def snapshot(self) -> dict[str, Any]:
+        """{"count": n, "sum_s": seconds, "buckets": [n of each bucket]}."""
+        self._fold()
+        return {
+            "count": int(self._buckets.sum()),
+            "sum_s": self._sum_ns / 1e9,
+            "buckets": self._buckets.tolist(),
+        }
+
+    def _fold(self) -> None:
+        if not self._waiting:
+            return
+        values = np.array(self._waiting, np.int64)
+        self._waiting = array("q")
+        self._sum_ns += int(values.sum())
+        self._buckets += np.bincount(
+            np.searchsorted(_BOUNDS_NS, values, side="left"), minlength=len(self._buckets)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One histogram for each phase of a step.
+
+    Attributes:
+        plan: deciding a step.
+        launch: handing it to the engine; waits for the device in there are left out.
+        kv_indices: of it, building FlashInfer's page lists outside the step's graph.
+        wait: blocked on the device, per turn of the loop.
+        apply: taking in a step's result.
+        send: from a step's outputs until they were sent on, or collected.
+        between_steps: between two steps with decode rows. Serial: from the moment a step's result was read
+            until the next step's inputs were queued; the device has nothing to do then. Run-ahead: one turn
+            of the loop without its waits, which costs the device nothing while it is below a step's own time.
+    """
+
+    plan: Histogram = field(default_factory=Histogram)
+    launch: Histogram = field(default_factory=Histogram)
+    kv_indices: Histogram = field(default_factory=Histogram)
+    wait: Histogram = field(default_factory=Histogram)
+    apply: Histogram = field(default_factory=Histogram)
+    send: Histogram = field(default_factory=Histogram)
+    between_steps: Histogram = field(default_factory=Histogram)
+
+    def snapshot(self) -> dict[str, Any]:
+        """{"bounds_s": [...], "<phase>": `Histogram.snapshot`, ...}: since the start, ready for JSON."""
+        return {"bounds_s": BOUNDS_S.tolist()} | {phase: getattr(self, phase).snapshot() for phase in PHASES}
+
+
+PHASES = tuple(f.name for f in fields(StepTimes))
+
+
+class StepTimer:
+    """Follows the loop and records into `times`. Call its methods in the order of a turn of the loop.
+
+    Args:
+        run_ahead: the loop launches a step before it reads the one before.
+    """
+
+    def __init__(self, *, run_ahead: bool) -> None:
+        self.times = StepTimes()
+        self._run_ahead = run_ahead
+        self._mark = 0  # when the phase in progress began
+        self._began = 0  # this turn of the loop
+        self._waited = 0  # in this turn
+        self._last_turn = 0  # the turn before, without its waits: from its begin to this one's
+        self._read_at = 0  # when the last result was read
+        self._decodes = False  # whether the last step launched has decode rows
+        self._ended_at = 0  # when outputs were handed to the caller; 0: there were none
+
+    def begin(self) -> None:
+        """A turn of the loop begins."""
+        now = time.perf_counter_ns()
+        self._last_turn = now - self._began - self._waited
+        self._mark = self._began = now
+        self._waited = 0
+
+    def planned(self) -> None:
+        """There is a step to launch."""
+        now = time.perf_counter_ns()
+        self.times.plan.add(now - self._mark)
+        self._mark = now
+
+    def launched(self, num_decode: int, inside: LaunchTimes | None) -> None:
+        """It is launched. num_decode: its decode rows. inside: what the engine says of its launch, if it does."""
+        now = time.perf_counter_ns()
+        prepared_at = now
+        if inside is not None:
+            self._waited, prepared_at = inside.wait_ns, inside.prepared_at_ns
+            if inside.indices_ns is not None:
+                self.times.kv_indices.add(inside.indices_ns)
+        self.times.launch.add(now - self._mark - self._waited)
+        if num_decode and self._decodes:
+            self.times.between_steps.add(self._last_turn if self._run_ahead else prepared_at - self._read_at)
+        self._decodes = num_decode > 0
+        self._mark = now
+
+    def read(self) -> None:
+        """A result was waited for, since the last mark."""
+        now = time.perf_counter_ns()
+        self._waited += now - self._mark
+        self._mark = self._read_at = now
+
+    def applied(self) -> None:
+        """It was taken in."""
+        now = time.perf_counter_ns()
+        self.times.apply.add(now - self._mark)
+        self._mark = now
+
+    def end(self, *, has_outputs: bool) -> None:
+        """The turn is over but for what the caller does with its outputs."""
+        self.times.wait.add(self._waited)
+        self._ended_at = self._mark if has_outputs else 0
+
+    def pause(self) -> None:
+        """The loop halts: the time until its next turn is between no steps."""
+        self._mark = time.perf_counter_ns()
+        self._decodes = False
+
+    def sent(self) -> None:
+        """The caller is done with the outputs of the last turn, if it had any."""
+        if self._ended_at:
+            self.times.send.add(time.perf_counter_ns() - self._ended_at)
+            self._ended_at = 0
+
+
+def difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What was recorded between two snapshots of one `StepTimes`."""
+    result: dict[str, Any] = {"bounds_s": after["bounds_s"]}
+    for phase in PHASES:
+        late, early = after[phase], before[phase]
+        result[phase] = {
+            "count": late["count"] - early["count"],
+            "sum_s": late["sum_s"] - early["sum_s"],
+            "buckets": [a - b for a, b in zip(late["buckets"], early["buckets"], strict=True)],
+        }
+    return result
+
+
+def mean_s(histogram: Mapping[str, Any]) -> float | None:
+    """Mean of a snapshot, seconds; None if it is empty."""
+    return histogram["sum_s"] / histogram["count"] if histogram["count"] else None
+
+
+def quantile_s(bounds_s: list[float], histogram: Mapping[str, Any], q: float) -> float | None:
+    """The q-quantile (0 < q <= 1) of a snapshot, seconds; None if it is empty.
+
+    Right to a bucket, and interpolated on the log scale inside it: with ten buckets a decade it is off by a
+    factor of 1.26 at most. Above the last bound, that bound.
+    """
+    rank, below = q * histogram["count"], 0
+    for i, count in enumerate(histogram["buckets"]):
+        if count and below + count >= rank:
+            if i == len(bounds_s):
+                return bounds_s[-1]
+            high = bounds_s[i]
+            low = bounds_s[i - 1] if i else high * 10 ** (-1 / _PER_DECADE)
+            return low * math.pow(high / low, (rank - below) / count)
+        below += count
+    return None
+
+
+def summary_ms(snapshot: Mapping[str, Any], phase: str) -> dict[str, float | None]:
+    """{"mean": ms, "p99": ms} of one phase of `StepTimes.snapshot`; None for both if it is empty."""
+    mean, p99 = mean_s(snapshot[phase]), quantile_s(snapshot["bounds_s"], snapshot[phase], 0.99)
+    return {
+        "mean": None if mean is None else round(mean * 1e3, 4),
+        "p99": None if p99 is None else round(p99 * 1e3, 4),
+    }
