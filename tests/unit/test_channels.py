@@ -12,7 +12,8 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.request import WORKER_SHIFT
 from phalanx.core.step import StepOutputs
 from phalanx.messages import Abort, Control, ControlReply, EngineReady
-from phalanx.runtime.channels import EngineChannel, InprocChannel, WorkerChannel
+from phalanx.runtime.channels import EngineChannel, LauncherChannel, WorkerChannel
+from phalanx.runtime.inproc_channel import InprocChannel
 
 
 @contextlib.contextmanager

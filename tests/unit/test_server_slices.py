@@ -12,7 +12,7 @@ from phalanx.core.errors import RequestError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepOutputs
 from phalanx.messages import Abort, EngineReady, Submit
-from phalanx.runtime.channels import InprocChannel
+from phalanx.runtime.inproc_channel import InprocChannel
 from phalanx.server import calls, pace, stream, texts
 from phalanx.server.calls import Ask, make_streams, new_call, run_call
 from phalanx.server.form_generate import GenerateForm

@@ -187,6 +187,28 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="streamed events carry K tokens or more, the first and the last of a stream excepted",
     )
+    group.add_argument(
+        "--api-workers",
+        "--tokenizer-worker-num",
+        dest="api_workers",
+        type=int,
+        metavar="N",
+        help="processes that share the port (default: one for every 8 cores, 1 to 4)",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after SIGTERM, how long running requests may go on before they end with an error",
+    )
+    group.add_argument(
+        "--watchdog-timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="a step of the engine that lasts longer ends the server; 0 waits for ever",
+    )
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="of the server's own log")
 
 

@@ -151,6 +151,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_allow_origins: origins of web pages that may use the server; ("*",) for all.
     request_timeout_s: the time in which a request must be answered in full; None for as long as it takes.
     log_requests_level: 0 to 3, of what is logged of each request; None logs nothing of any.
+
+    api_workers: processes that share the port.
+    shutdown_timeout_s: how long running requests may go on after SIGTERM.
+    watchdog_timeout_s: a step of the engine that lasts longer ends the server; 0 for never.
     """
 
     host: str
@@ -163,6 +167,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests_level: int | None = None
     log_requests_format: str = "text"
     api_workers: int = 1
+    shutdown_timeout_s: float = 30.0
+    watchdog_timeout_s: float = 300.0
     log_level: str = "info"
     skip_tokenizer_init: bool = False
     chat_template: str | None = None

@@ -30,6 +30,9 @@ _MAX_RUNNING_CUDA = 4096
 _MAX_RUNNING_CPU = 256
 _MAX_GRAPH_ROWS = 8192
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+# One worker writes 60,000 events in a second of a core; a second one halves the time in which a wide step
+# reaches all its clients.
+_CORES_PER_API_WORKER, _MAX_AUTO_API_WORKERS, _MAX_API_WORKERS = 8, 4, 64
 _MAX_TABLE_BYTES = 16 * 2**30  # request-to-token tables beyond this are a mistake in the flags
 
 
@@ -68,7 +71,7 @@ def resolve(
         cache=cache,
         scheduler=scheduler,
         engine=engine,
-        server=_server(args, source, log),
+        server=_server(args, hardware, source, log),
         choices=tuple(log.lines),
     )
 
@@ -308,6 +311,22 @@ def _cache(
     )
 
 
+def _api_workers(args: argparse.Namespace, hardware: Hardware, log: _Log) -> int:
+    wanted: int | None = args.api_workers
+    if wanted is None:
+        wanted = min(max(hardware.num_cpus // _CORES_PER_API_WORKER, 1), _MAX_AUTO_API_WORKERS)
+        log(f"api_workers = {wanted} ({hardware.num_cpus} cores, the engine needs some of them too)")
+    if not 1 <= wanted <= _MAX_API_WORKERS:
+        raise ConfigError(f"--api-workers must be in [1, {_MAX_API_WORKERS}], got {wanted}")
+    return wanted
+
+
+def _timeout(value: float, flag: str, low: float) -> float:
+    if value != 0 and not low <= value < math.inf:  # NaN is in no range
+        raise ConfigError(f"{flag} must be 0 or at least {low:g} seconds, got {value}")
+    return value
+
+
 def _origins(text: str) -> tuple[str, ...]:
     """`--cors-allow-origins`: "*", or scheme://host[:port] and more of them."""
     origins = tuple(origin.strip().rstrip("/") for origin in text.split(",") if origin.strip())
@@ -320,7 +339,7 @@ def _origins(text: str) -> tuple[str, ...]:
     return origins
 
 
-def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerConfig:
+def _server(args: argparse.Namespace, hardware: Hardware, source: ModelSource, log: _Log) -> ServerConfig:
     if not hasattr(args, "host"):
         return ServerConfig(host="", port=0, served_model_name=source.name, chat_template=args.chat_template)
     if not 0 <= args.port <= 65535:
@@ -345,6 +364,9 @@ def _server(args: argparse.Namespace, source: ModelSource, log: _Log) -> ServerC
         enable_cache_report=args.enable_cache_report,
         log_requests_level=args.log_requests_level if args.log_requests else None,
         log_requests_format=args.log_requests_format,
+        api_workers=_api_workers(args, hardware, log),
+        shutdown_timeout_s=_timeout(args.shutdown_timeout, "--shutdown-timeout", 0.0),
+        watchdog_timeout_s=_timeout(args.watchdog_timeout, "--watchdog-timeout", 1.0),
         log_level=args.log_level,
         skip_tokenizer_init=args.skip_tokenizer_init,
         stream_interval=args.stream_interval,

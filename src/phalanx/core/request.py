@@ -40,6 +40,7 @@ class EngineRequest:
         stop_ids: the ids that end it on the device (the model's end tokens unless ignore_eos, then
             stop_token_ids), at most MAX_STOP_TOKEN_IDS.
         logprobs: None if none are wanted.
+        rid: the name that the client chose, None if it chose none; no two running sequences may share one.
     """
 
     stream_id: int
@@ -47,6 +48,7 @@ class EngineRequest:
     sampling: SamplingParams
     stop_ids: tuple[int, ...] = ()
     logprobs: LogprobParams | None = None
+    rid: str | None = None
 
     @property
     def worker(self) -> int:

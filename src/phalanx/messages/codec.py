@@ -38,6 +38,7 @@ class _Ask(msgspec.Struct, array_like=True):
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     logprobs: LogprobParams | None
+    rid: str | None
 
 
 class _Submit(msgspec.Struct, tag="submit", forbid_unknown_fields=True):
@@ -133,7 +134,7 @@ def _take_submit(message: Submit) -> tuple[_Header, list[bytes]]:
         np.array([len(r.input_ids) for r in requests], _I64).tobytes(),
         b"".join([_raw(r.input_ids, _I32) for r in requests]),
     ]
-    return _Submit([_Ask(r.sampling, r.stop_ids, r.logprobs) for r in requests]), arrays
+    return _Submit([_Ask(r.sampling, r.stop_ids, r.logprobs, r.rid) for r in requests]), arrays
 
 
 def _take_outputs(message: StepOutputs) -> tuple[_Header, list[bytes]]:
@@ -181,7 +182,7 @@ def _put_submit(header: _Submit, frames: Sequence[Frame]) -> Submit:
         raise MessageError("a submission whose prompt lengths do not add up")
     return Submit(
         tuple(
-            EngineRequest(stream_id, input_ids[a:b], ask.sampling, ask.stop_ids, ask.logprobs)
+            EngineRequest(stream_id, input_ids[a:b], ask.sampling, ask.stop_ids, ask.logprobs, ask.rid)
             for stream_id, ask, a, b in zip(
                 stream_ids.tolist(), header.asks, bounds[:-1], bounds[1:], strict=True
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +15,18 @@ from phalanx.core.step import Bool, Int32, Int64, StepOutputs, TokenLogprobs
 Array = npt.NDArray[Any]
 
 
-def split_outputs(outputs: StepOutputs, num_workers: int) -> list[tuple[int, StepOutputs]]:
-    """(worker, its part) for every worker that has a row or an error in this step.
+def split_outputs(outputs: StepOutputs, workers: Collection[int]) -> list[tuple[int, StepOutputs]]:
+    """(worker, its part) for each of `workers` that has a row or an error in this step.
 
-    Rows keep their order. Rows of workers that do not exist are left out.
+    Rows keep their order. Rows of other workers are left out.
     """
-    if num_workers == 1 and not len(outputs.stream_ids) and not outputs.errors:
-        return []
     owners = outputs.stream_ids >> WORKER_SHIFT
-    if num_workers == 1 and not owners.any() and not outputs.errors:
-        return [(0, outputs)]
     parts = []
-    for worker in range(num_workers):
+    for worker in workers:
         errors = tuple(error for error in outputs.errors if error[0] >> WORKER_SHIFT == worker)
         mask = owners == worker
+        if len(mask) and mask.all() and len(errors) == len(outputs.errors):
+            return [(worker, outputs)]
         if mask.any() or errors:
             parts.append((worker, replace(select_outputs(outputs, mask), errors=errors)))
     return parts

@@ -27,9 +27,11 @@ class Abort:
 class Control:
     """A question or order outside the token path; answered by a ControlReply with the same id.
 
-    The engine knows "ping" (nothing), "stats" (counters) and "flush_cache". "relay" is answered by the
-    channel itself, which hands `Control(id, args["op"], args)` to every API worker; the workers know
-    "abort" (args: rid, abort_all). args holds JSON-like values.
+    The engine knows "hello" (a worker's first word, answered by an EngineReady besides), "ping" (nothing),
+    "stats" (counters), "flush_cache", "pause" (args: mode) and "continue". The launcher alone sends
+    "worker_ended" (args: worker). "relay" is answered by the channel itself, which hands
+    `Control(id, args["op"], args)` to every API worker; the workers know "abort" (args: rid, abort_all).
+    args holds JSON-like values.
     """
 
     id: int

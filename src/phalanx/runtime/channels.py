@@ -1,19 +1,18 @@
-"""How API workers and the engine reach each other: ZeroMQ over ipc:// files, or in process.
+"""How API workers and the engine reach each other: ZeroMQ over ipc:// files.
 
 Every direction is its own PUSH/PULL pair with an unbounded queue: the engine never waits for a worker. The
 engine pulls from `engine.ipc`, worker i from `worker-i.ipc`, both in the server's private run directory.
-Frame 0 of what a worker sends is its number.
+Frame 0 of what a worker sends is its number. A worker that takes a dead one's place gets a new number, so
+that nothing meant for the one can reach the other; it makes itself known with its first message, "hello".
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from asyncio import AbstractEventLoop
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import zmq
 
@@ -25,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_PATH_BYTES = 107  # sockaddr_un.sun_path
 _LINGER_MS = 1000  # last words (an abort, an error) may still leave; a dead peer cannot hold an exit
-_RELAY = "relay"
-
-T = TypeVar("T")
+RELAY, _HELLO, _WORKER_ENDED = "relay", "hello", "worker_ended"
+_LAUNCHER = 2**32 - 1  # the number in the launcher's messages; workers count from 0
 
 
 class EngineEnd(Protocol):
@@ -80,14 +78,14 @@ class EngineChannel:
     """
 
     def __init__(self, ipc_dir: str, num_workers: int) -> None:
+        self._ipc_dir = ipc_dir
         self._context = zmq.Context()
         self._pull = _socket(self._context, zmq.PULL)
         _bind(self._pull, _address(ipc_dir, "engine"))
-        self._push = []
+        self._push: dict[int, zmq.Socket[bytes]] = {}
+        self._ended: set[int] = set()
         for worker in range(num_workers):
-            push = _socket(self._context, zmq.PUSH)
-            push.connect(_address(ipc_dir, f"worker-{worker}"))
-            self._push.append(push)
+            self._open(worker)
 
     def recv(self, timeout_ms: int) -> list[tuple[int, Message]]:
         """All that has come, as (worker, message); waits up to timeout_ms for the first."""
@@ -96,29 +94,77 @@ class EngineChannel:
             try:
                 worker = int.from_bytes(frames[0], "little")
                 message = decode(frames[1:])
-                if worker >= len(self._push):
-                    raise MessageError(f"no worker has number {worker}")
+                if not self._knows(worker, message):
+                    continue
             except MessageError as error:
                 logger.error("dropped a message to the engine: %s", error)
                 continue
-            if isinstance(message, Control) and message.op == _RELAY:
-                _relay(self, len(self._push), worker, message)
+            if isinstance(message, Control) and message.op == RELAY:
+                relay(self, tuple(self._push), worker, message)
             else:
                 received.append((worker, message))
         return received
 
+    def _knows(self, sender: int, message: Message) -> bool:
+        """Whether a message counts: not if its sender has ended. Opens and closes the way to workers."""
+        is_control = isinstance(message, Control)
+        if sender == _LAUNCHER:
+            if is_control and message.op == _WORKER_ENDED and isinstance(message.args.get("worker"), int):
+                self._close(message.args["worker"])
+                return True
+            raise MessageError("the launcher sends nothing of this kind")
+        if sender in self._ended:
+            return False  # what was still under way when it ended
+        if sender not in self._push:
+            if not (is_control and message.op == _HELLO):
+                raise MessageError(f"no worker has number {sender}")
+            self._open(sender)
+        return True
+
+    def _open(self, worker: int) -> None:
+        push = _socket(self._context, zmq.PUSH)
+        push.connect(_address(self._ipc_dir, f"worker-{worker}"))
+        self._push[worker] = push
+
+    def _close(self, worker: int) -> None:
+        self._ended.add(worker)
+        push = self._push.pop(worker, None)
+        if push is not None:
+            push.close(linger=0)  # nobody will read what is queued
+
     def send(self, worker: int, message: Message) -> None:
-        """Hand a message to one worker; never waits."""
-        self._push[worker].send_multipart(encode(message), zmq.NOBLOCK)
+        """Hand a message to one worker, if it lives; never waits."""
+        push = self._push.get(worker)
+        if push is not None:
+            push.send_multipart(encode(message), zmq.NOBLOCK)
 
     def send_outputs(self, outputs: StepOutputs) -> None:
         """Hand each worker its part of a step, one message each."""
-        for worker, part in split_outputs(outputs, len(self._push)):
+        for worker, part in split_outputs(outputs, self._push):
             self.send(worker, part)
 
     def close(self) -> None:
         """Let go of the sockets."""
-        _close(self._context, [self._pull, *self._push])
+        _close(self._context, [self._pull, *self._push.values()])
+
+
+class LauncherChannel:
+    """The launcher's way to the engine: it tells which workers have ended."""
+
+    def __init__(self, ipc_dir: str) -> None:
+        self._context = zmq.Context()
+        self._push = _socket(self._context, zmq.PUSH)
+        self._push.connect(_address(ipc_dir, "engine"))
+
+    def worker_ended(self, worker: int) -> None:
+        """Tell the engine that worker `worker` is no more; never waits."""
+        frames = encode(Control(0, _WORKER_ENDED, {"worker": worker}))
+        self._push.send_multipart([_LAUNCHER.to_bytes(4, "little"), *frames], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._push.setsockopt(zmq.LINGER, 0)  # the engine may be gone
+        _close(self._context, [self._push])
 
 
 class WorkerChannel:
@@ -152,6 +198,7 @@ class WorkerChannel:
 
     def attach(self, loop: AbstractEventLoop, callback: Callable[[list[Message]], None]) -> None:
         """Call back from the event loop with all that has come, each time something has."""
+        self.send(Control(0, _HELLO))
         self._loop, self._callback = loop, callback
         loop.add_reader(self._fd, self._on_readable)
         loop.call_soon(self._on_readable)  # what came before the reader was set up raises no event
@@ -173,100 +220,13 @@ class WorkerChannel:
         _close(self._context, [self._pull, self._push])
 
 
-class InprocChannel:
-    """Both sides in one process, thread-safe, for `LLM` and tests: `engine`, and `workers[i]`."""
-
-    def __init__(self, num_workers: int = 1) -> None:
-        inbox: _Inbox[tuple[int, Message]] = _Inbox()
-        self.workers = tuple(_InprocWorker(i, inbox) for i in range(num_workers))
-        self.engine = _InprocEngine(inbox, self.workers)
-
-
-class _Inbox(Generic[T]):
-    """A queue that is drained whole."""
-
-    def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._filled = threading.Condition()
-
-    def put(self, item: T) -> None:
-        with self._filled:
-            self._items.append(item)
-            self._filled.notify()
-
-    def drain(self, timeout_ms: int) -> list[T]:
-        with self._filled:
-            if not self._items and timeout_ms:
-                self._filled.wait(timeout_ms / 1000)
-            items = list(self._items)
-            self._items.clear()
-            return items
-
-
-class _InprocEngine:
-    def __init__(self, inbox: _Inbox[tuple[int, Message]], workers: tuple[_InprocWorker, ...]) -> None:
-        self._inbox = inbox
-        self._workers = workers
-
-    def recv(self, timeout_ms: int) -> list[tuple[int, Message]]:
-        received = []
-        for worker, message in self._inbox.drain(timeout_ms):
-            if isinstance(message, Control) and message.op == _RELAY:
-                _relay(self, len(self._workers), worker, message)
-            else:
-                received.append((worker, message))
-        return received
-
-    def send(self, worker: int, message: Message) -> None:
-        self._workers[worker].deliver(message)
-
-    def send_outputs(self, outputs: StepOutputs) -> None:
-        for worker, part in split_outputs(outputs, len(self._workers)):
-            self.send(worker, part)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-class _InprocWorker:
-    def __init__(self, worker_id: int, engine_inbox: _Inbox[tuple[int, Message]]) -> None:
-        self.worker_id = worker_id
-        self._engine_inbox = engine_inbox
-        self._inbox: _Inbox[Message] = _Inbox()
-        self._loop: AbstractEventLoop | None = None
-        self._callback: Callable[[list[Message]], None] | None = None
-
-    def send(self, message: Message) -> None:
-        self._engine_inbox.put((self.worker_id, message))
-
-    def recv(self, timeout_ms: int = 0) -> list[Message]:
-        return self._inbox.drain(timeout_ms)
-
-    def deliver(self, message: Message) -> None:
-        self._inbox.put(message)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._on_readable)
-
-    def attach(self, loop: AbstractEventLoop, callback: Callable[[list[Message]], None]) -> None:
-        self._loop, self._callback = loop, callback
-        loop.call_soon(self._on_readable)
-
-    def _on_readable(self) -> None:
-        messages = self.recv()
-        if messages and self._callback is not None:
-            self._callback(messages)
-
-    def close(self) -> None:
-        self._loop = self._callback = None
-
-
-def _relay(engine: EngineEnd, num_workers: int, worker: int, message: Control) -> None:
-    """Only the engine reaches all workers, so they speak to each other through its channel."""
+def relay(engine: EngineEnd, workers: Iterable[int], worker: int, message: Control) -> None:
+    """Hand a worker's order to every worker: they reach each other through the engine's channel only."""
     op = message.args.get("op")
     if not isinstance(op, str):
         engine.send(worker, ControlReply(message.id, False, {"message": "relay needs an op"}))
         return
-    for other in range(num_workers):
+    for other in workers:
         engine.send(other, Control(message.id, op, message.args))
     engine.send(worker, ControlReply(message.id, True))
 

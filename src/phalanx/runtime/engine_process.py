@@ -7,13 +7,13 @@ by anyone else; a worker that does not read cannot slow it (its pipe is unbounde
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,22 @@ import numpy as np
 
 from phalanx.config.groups import Settings
 from phalanx.core.errors import PhalanxError, RequestError
+from phalanx.core.request import WORKER_SHIFT, EngineRequest
 from phalanx.core.step import Finish, StepOutputs
-from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
+from phalanx.messages import Abort, Control, ControlReply, EngineReady, Message, Submit
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.channels import EngineChannel
+from phalanx.runtime.collector import IdleCollector, settle_heap
 from phalanx.runtime.process import die_with_parent, setup_logging, tame_libraries
 from phalanx.runtime.progress import ProgressLog
+from phalanx.runtime.rids import RidRegistry
+from phalanx.runtime.watchdog import Watchdog
 from phalanx.runtime.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+PAUSE_MODES = ("abort", "in_place")
 _IDLE_WAIT_MS = 100
-_COLLECT_AFTER_IDLE_S = 1.0
 
 
 class EngineLoop:
@@ -45,62 +49,114 @@ class EngineLoop:
         self._worker = worker
         self._channel = channel
         self._settings = settings
-        self._info = {**info, "pid": os.getpid()}
+        self._info = {**info, "pid": os.getpid(), "started_at_s": time.time()}
         self._stop = threading.Event()
         self._progress = ProgressLog()
-        self._last_work = time.monotonic()
-        self._collected = True
+        self._rids = RidRegistry()
+        self._paused = False
+        self._collector = IdleCollector()
+        self._watchdog = Watchdog(settings.server.watchdog_timeout_s)
 
     def stop(self) -> None:
         """End the loop after the step in hand."""
         self._stop.set()
 
     def run(self) -> None:
-        """Announce readiness to every API worker, then serve."""
-        for worker_id in range(self._settings.server.api_workers):
-            self._channel.send(worker_id, EngineReady(info=self._info))
+        """Serve every API worker that says hello."""
         while not self._stop.is_set():
-            timeout_ms = 0 if self._worker.busy else _IDLE_WAIT_MS
-            for worker_id, message in self._channel.recv(timeout_ms):
-                self._handle(worker_id, message)
-            if self._worker.busy:
-                for outputs in self._worker.step():
-                    self._channel.send_outputs(outputs)
-                self._last_work, self._collected = time.monotonic(), False
+            self._watchdog.alive()
+            busy = self._worker.busy and not self._paused
+            self._take(self._channel.recv(0 if busy else _IDLE_WAIT_MS))
+            if self._worker.busy and not self._paused:
+                self._send(self._worker.step())
+                self._worker.sent()
+                self._collector.worked()
                 if self._progress.due:
                     self._progress.log(self._worker.stats())
-            elif not self._collected and time.monotonic() - self._last_work > _COLLECT_AFTER_IDLE_S:
-                gc.collect()  # automatic collection is off: a full one takes 0.1 s and would stall a step
-                self._collected = True
+            else:
+                self._collector.idle()
+        self._watchdog.close()
 
-    def _handle(self, worker_id: int, message: Any) -> None:
-        if isinstance(message, Submit):
-            for request in message.requests:
-                try:
-                    self._worker.add(request)
-                except RequestError as error:
-                    self._channel.send_outputs(_refusal(request.stream_id, error))
-        elif isinstance(message, Abort):
-            self._worker.abort(message.stream_ids)
-            ends = self._worker.pending_outputs()
-            if ends is not None:
-                self._channel.send_outputs(ends)
-        elif isinstance(message, Control):
-            ok, data = self._control(message.op)
-            self._channel.send(worker_id, ControlReply(id=message.id, ok=ok, data=data))
-        else:
-            logger.error("ignored a message of type %s", type(message).__name__)
+    def _take(self, messages: list[tuple[int, Message]]) -> None:
+        """Handle what has come together."""
+        late: list[EngineRequest] = []
+        for worker_id, message in messages:
+            if isinstance(message, Submit):
+                late += [request for request in message.requests if not self._add(request)]
+            elif isinstance(message, Abort):
+                self._abort(message.stream_ids)
+            elif isinstance(message, Control):
+                self._answer(worker_id, message)
+            else:
+                logger.error("ignored a message of type %s", type(message).__name__)
+        for request in late:
+            # The end of the request that had the name may have come in the same batch, after this one.
+            if not self._add(request):
+                self._refuse(request, RequestError(f"the request id {request.rid!r} is in use", param="rid"))
 
-    def _control(self, op: str) -> tuple[bool, dict[str, Any]]:
-        if op == "ping":
+    def _add(self, request: EngineRequest) -> bool:
+        """Queue a request or refuse it; False if another one has its name."""
+        if not self._rids.claim(request):
+            return False
+        try:
+            self._worker.add(request)
+        except RequestError as error:
+            self._rids.release([request.stream_id])
+            self._refuse(request, error)
+        return True
+
+    def _refuse(self, request: EngineRequest, error: RequestError) -> None:
+        self._channel.send_outputs(_refusal(request.stream_id, error))
+
+    def _abort(self, stream_ids: Iterable[int]) -> None:
+        self._worker.abort(stream_ids)
+        ends = self._worker.pending_outputs()
+        if ends is not None:
+            self._send([ends])
+
+    def _send(self, steps: list[StepOutputs]) -> None:
+        for outputs in steps:
+            self._rids.on_outputs(outputs)
+            self._channel.send_outputs(outputs)
+
+    def _answer(self, worker_id: int, message: Control) -> None:
+        if message.op == "worker_ended":  # from the launcher, which waits for no answer
+            ended = message.args["worker"]
+            streams = [s for s in self._worker.scheduler.stream_ids() if s >> WORKER_SHIFT == ended]
+            logger.warning("API worker %d has ended: aborting its %d sequences", ended, len(streams))
+            self._abort(streams)
+            return
+        if message.op == "hello":
+            self._channel.send(worker_id, EngineReady(info=self._info))
+        ok, data = self._control(message)
+        self._channel.send(worker_id, ControlReply(id=message.id, ok=ok, data=data))
+
+    def _control(self, message: Control) -> tuple[bool, dict[str, Any]]:
+        op = message.op
+        if op in ("hello", "ping"):
+            return True, {}
+        if op == "pause":
+            return self._pause(message.args.get("mode"))
+        if op == "continue":
+            self._paused = False
             return True, {}
         if op == "stats":
-            return True, self._worker.stats()
+            return True, {**self._worker.stats(), "paused": self._paused}
         if op == "flush_cache":
             if self._worker.busy:
                 return False, {"message": "requests are running or queued"}
             return True, {}
         return False, {"message": f"unknown operation {op!r}"}
+
+    def _pause(self, mode: object) -> tuple[bool, dict[str, Any]]:
+        """Run no step until "continue"; requests that come meanwhile are queued."""
+        if mode not in PAUSE_MODES:
+            return False, {"message": f"unknown mode {mode!r}"}
+        self._paused = True
+        self._send(self._worker.drain())
+        if mode == "abort":
+            self._abort(self._worker.scheduler.stream_ids())
+        return True, {}
 
 
 def _refusal(stream_id: int, error: RequestError) -> StepOutputs:
@@ -134,9 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     loop = EngineLoop(worker, channel, settings, info)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the launcher decides
-    gc.collect()
-    gc.freeze()
-    gc.disable()
+    settle_heap()
     loop.run()
     return 0
 

@@ -3,7 +3,8 @@
     launcher (this process; no torch) ── engine process (rank 0)
                                       └─ API worker 0 .. N-1 (share the listening socket)
 
-The launcher owns nothing but lives: whoever dies, the rest is ended; nobody survives the launcher.
+The launcher owns nothing but lives: a dead API worker is replaced, a dead engine ends the server, and nobody
+survives the launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,15 +26,21 @@ import msgspec
 from phalanx.config.cli import build_parser
 from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError, PhalanxError
+from phalanx.runtime.channels import LauncherChannel
 from phalanx.runtime.models import check_tokenizer, settle_settings
-from phalanx.runtime.process import setup_logging
+from phalanx.runtime.process import raise_file_limit, setup_logging
+from phalanx.runtime.run_dir import run_directory
+from phalanx.runtime.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096  # thousands of clients connect at once
 _POLL_S = 0.1
-_DRAIN_S = 30.0  # how long requests may finish after SIGTERM
+_LAST_WORDS_S = 10.0  # beyond --shutdown-timeout: aborted requests are told, the last bytes are read
 _KILL_S = 5.0
+_MIN_FILES = 256
+_WORKER_MODULE = "phalanx.server"
+ENGINE_MODULE = "phalanx.runtime.engine_process"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -57,66 +63,97 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Launcher:
-    """Starts and watches the processes of one server."""
+def check_files(num_requests: int) -> None:
+    """Raise the limit of open files, which the children inherit, and say so if it is low.
 
-    def __init__(self, settings: Settings, listener: socket.socket, run_dir: Path) -> None:
+    Raises:
+        ConfigError: no server can run with it.
+    """
+    limit = raise_file_limit()
+    if limit < _MIN_FILES:
+        raise ConfigError(f"at most {limit} files may be open (ulimit -Hn): {_MIN_FILES} are needed at least")
+    if limit < num_requests + _MIN_FILES:
+        logger.warning(
+            "at most %d files may be open (ulimit -Hn): fewer clients than the %d requests that can run",
+            limit,
+            num_requests,
+        )
+
+
+class Launcher:
+    """Starts and watches the processes of one server.
+
+    Args:
+        listener: the socket that all API workers accept from.
+        run_dir: for the sockets between the processes.
+        engine_module: what runs as the engine process.
+    """
+
+    def __init__(
+        self, settings: Settings, listener: socket.socket, run_dir: Path, engine_module: str = ENGINE_MODULE
+    ) -> None:
         self._settings = settings
         self._listener = listener
         self._run_dir = run_dir
+        self._engine_module = engine_module
         self._num_signals = 0
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._is_ready = False
+        self._engine: subprocess.Popen[bytes] | None = None
+        self._workers: WorkerPool | None = None
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT (0) or until a process dies (its code, or 1)."""
+        """Serve until SIGTERM or SIGINT (0), or until the server cannot go on (a child's code 2, or 1)."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        channel = LauncherChannel(str(self._run_dir))
         try:
-            self._start()
-            announced = False
-            while not self._num_signals:
-                for name, child in self._children.items():
-                    code = child.poll()
-                    if code is not None and not self._num_signals:
-                        return self._ended(name, code)
-                if not announced and self._is_ready():
-                    announced = True
-                    self._announce()
-                time.sleep(_POLL_S)
-            logger.info("stopping: running requests have %.0f s; a second signal stops at once", _DRAIN_S)
-            return 0
+            self._engine = self._spawn(self._engine_module, [])
+            count = self._settings.server.api_workers
+            self._workers = WorkerPool(count, self._start_worker, channel.worker_ended)
+            return self._watch(self._engine, self._workers)
         finally:
             self._end_all()
+            channel.close()
             logger.info("stopped")
 
-    def _ended(self, name: str, code: int) -> int:
-        """The exit code for a child that ended by itself; with 2 it has said why in one line."""
-        if code == 2:
-            return 2
-        logger.error("%s ended with code %s; stopping the server", name, code)
-        return 1
+    def _watch(self, engine: subprocess.Popen[bytes], workers: WorkerPool) -> int:
+        while not self._num_signals:
+            code = engine.poll()
+            if code is not None:
+                if code != 2:  # with 2 it has said why in one line
+                    logger.error("the engine ended with code %s; stopping the server", code)
+                return 2 if code == 2 else 1
+            if not self._is_ready and any(worker.poll() == 2 for worker in workers.processes):
+                return 2
+            if workers.check() is not None:
+                return 1
+            if not self._is_ready and self._is_healthy():
+                self._is_ready = True
+                self._announce()
+            time.sleep(_POLL_S)
+        timeout_s = self._settings.server.shutdown_timeout_s
+        logger.info("stopping: running requests have %g s; a second signal stops at once", timeout_s)
+        return 0
 
     def _on_signal(self, signum: int, frame: object) -> None:
         self._num_signals += 1
 
-    def _start(self) -> None:
-        settings_file = self._run_dir / "settings.json"
-        settings_file.touch(mode=0o600)  # it holds the API key
-        settings_file.write_bytes(msgspec.json.encode(self._settings))
-        common = ["--settings", str(settings_file), "--ipc-dir", str(self._run_dir)]
-        common += ["--parent-pid", str(os.getpid())]
+    def _start_worker(self, slot: int, number: int) -> subprocess.Popen[bytes]:
         fd = self._listener.fileno()
-        self._spawn("engine", ["phalanx.runtime.engine_process", *common], ())
-        for i in range(self._settings.server.api_workers):
-            worker = ["phalanx.server", *common, "--worker-id", str(i), "--fd", str(fd)]
-            self._spawn(f"api worker {i}", worker, (fd,))
+        args = ["--worker-id", str(number), "--slot", str(slot), "--fd", str(fd)]
+        return self._spawn(_WORKER_MODULE, args, (fd,))
 
-    def _spawn(self, name: str, module_args: list[str], fds: tuple[int, ...]) -> None:
-        command = [sys.executable, "-m", *module_args]
+    def _spawn(self, module: str, args: list[str], fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, "--settings", "/dev/stdin", "--ipc-dir", str(self._run_dir)]
+        command += ["--parent-pid", str(os.getpid()), *args]
         # A process group of its own: Ctrl-C reaches the launcher alone, which then ends the others in order.
-        self._children[name] = subprocess.Popen(command, pass_fds=fds, process_group=0)
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds, process_group=0)
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError), child.stdin as pipe:  # not a file: they hold the API key
+            pipe.write(msgspec.json.encode(self._settings))
+        return child
 
-    def _is_ready(self) -> bool:
+    def _is_healthy(self) -> bool:
         host, port = self._listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         with contextlib.suppress(OSError, http.client.HTTPException):
@@ -129,7 +166,6 @@ class Launcher:
         return False
 
     def _announce(self) -> None:
-        (self._run_dir / "settings.json").unlink()  # all have read it, and it holds the API key
         host, port = self._listener.getsockname()[:2]
         logger.info(
             "Phalanx is ready: http://%s:%d serves %s",
@@ -141,11 +177,12 @@ class Launcher:
     def _end_all(self) -> None:
         """API workers first (they drain their requests), then the engine; SIGKILL for what stays."""
         self._listener.close()
-        engine = self._children.get("engine")
-        drains = bool(self._num_signals) and engine is not None and engine.poll() is None
-        workers = [child for name, child in self._children.items() if name != "engine"]
-        self._terminate(workers, (_DRAIN_S if drains else 0.0) + _KILL_S)
-        self._terminate(list(self._children.values()), _KILL_S)
+        workers = [] if self._workers is None else self._workers.processes
+        engines = [] if self._engine is None else [self._engine]
+        drains = bool(self._num_signals) and any(engine.poll() is None for engine in engines)
+        timeout_s = self._settings.server.shutdown_timeout_s if drains else 0.0
+        self._terminate(workers, timeout_s + _LAST_WORDS_S)
+        self._terminate(engines, _KILL_S)
 
     def _terminate(self, children: list[subprocess.Popen[bytes]], wait_s: float) -> None:
         """SIGTERM, then SIGKILL for what has not ended after `wait_s`, or at once on a second signal."""
@@ -178,6 +215,7 @@ def serve(args: argparse.Namespace) -> int:
     try:
         listener = bind(args.host, args.port)
         settings = settle_settings(args)
+        check_files(settings.scheduler.max_running_requests)
         check_tokenizer(settings)
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
@@ -185,5 +223,5 @@ def serve(args: argparse.Namespace) -> int:
     logger.info("listening on %s:%d; loading %s", *listener.getsockname()[:2], settings.source.path)
     for line in settings.choices:
         logger.info("%s", line)
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as run_dir:
-        return Launcher(settings, listener, Path(run_dir)).run()
+    with run_directory() as run_dir:
+        return Launcher(settings, listener, run_dir).run()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
+_MAX_FILES = 2**20
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -30,6 +32,16 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one, since every client is a descriptor; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return _MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def tame_libraries() -> None:

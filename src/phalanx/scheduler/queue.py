@@ -47,6 +47,10 @@ class WaitingQueue:
         """All of them, the one that has waited longest first."""
         return self._entries.values()
 
+    def stream_ids(self) -> Iterable[int]:
+        """Their stream ids, in the same order."""
+        return self._entries.keys()
+
     def pop(self, count: int) -> None:
         """Take the first `count` out."""
         for _ in range(count):

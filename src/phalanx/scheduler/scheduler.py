@@ -253,6 +253,10 @@ class Scheduler:
         """Requests that wait for a row."""
         return len(self._queue)
 
+    def stream_ids(self) -> list[int]:
+        """Streams that wait or run."""
+        return [*self._queue.stream_ids(), *self._row_of]
+
     def stats(self) -> dict[str, int]:
         """Gauges and counters, by name: running, queued, pages_*, *_total."""
         allocator = self.pages.allocator

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
-import resource
 import signal
 import socket
 import sys
@@ -18,48 +16,48 @@ import uvicorn
 from phalanx.config.groups import Settings
 from phalanx.core.errors import PhalanxError
 from phalanx.runtime.channels import WorkerChannel
-from phalanx.runtime.process import die_with_parent, setup_logging
+from phalanx.runtime.collector import settle_heap
+from phalanx.runtime.process import die_with_parent, raise_file_limit, setup_logging
 from phalanx.server.app import Application
 from phalanx.server.state import build_api_worker
 from phalanx.server.uvicorn_server import DrainingServer, HttpProtocol
 from phalanx.text.tokenizer import load_tokenizer
 
 _BACKLOG = 4096
-_MAX_FILES = 2**20
+_RESERVED_FILES = 64  # sockets to the engine, libraries, logs
 _KEEP_ALIVE_S = 120  # a client that keeps connections for a minute is never met by a closing one
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: every client is a descriptor."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM; exit code 0 then, 2 if the tokenizer or the run directory is of no use."""
     parser = argparse.ArgumentParser(prog="python -m phalanx.server")
     parser.add_argument("--settings", type=Path, required=True)
-    parser.add_argument("--worker-id", type=int, required=True)
+    parser.add_argument("--worker-id", type=int, required=True, help="never used before in this server")
+    parser.add_argument("--slot", type=int, help="the place it takes among the workers")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--ipc-dir", type=Path, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     args = parser.parse_args(argv)
     die_with_parent(args.parent_pid)
-    raise_file_limit()
+    max_files = raise_file_limit()
     settings = msgspec.json.decode(args.settings.read_bytes(), type=Settings)
-    setup_logging(settings.server.log_level, f"api-{args.worker_id}")
+    slot = args.worker_id if args.slot is None else args.slot
+    setup_logging(settings.server.log_level, f"api-{slot}")
     try:
-        application = _build(settings, args.worker_id, args.ipc_dir)
+        application = _build(settings, args.worker_id, slot, args.ipc_dir)
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
         return 2
-    serve(application, socket.socket(fileno=args.fd), log_level=settings.server.log_level)
+    serve(
+        application,
+        socket.socket(fileno=args.fd),
+        log_level=settings.server.log_level,
+        max_connections=max_files - _RESERVED_FILES,
+    )
     return 0
 
 
-def _build(settings: Settings, worker_id: int, ipc_dir: Path) -> Application:
+def _build(settings: Settings, worker_id: int, slot: int, ipc_dir: Path) -> Application:
     tokenizer = None
     if not settings.server.skip_tokenizer_init:
         tokenizer = load_tokenizer(
@@ -68,11 +66,20 @@ def _build(settings: Settings, worker_id: int, ipc_dir: Path) -> Application:
             chat_template=settings.server.chat_template,
         )
     channel = WorkerChannel(str(ipc_dir), worker_id)
-    return Application(build_api_worker(settings, worker_id, channel, tokenizer))
+    return Application(build_api_worker(settings, worker_id, channel, tokenizer, slot))
 
 
-def serve(application: Application, listener: socket.socket, *, log_level: str = "info") -> None:
-    """Run uvicorn on the socket until SIGTERM or SIGINT; running requests are finished first."""
+def serve(
+    application: Application,
+    listener: socket.socket,
+    *,
+    log_level: str = "info",
+    max_connections: int | None = None,
+) -> None:
+    """Run uvicorn on the socket until SIGTERM or SIGINT; running requests are finished first.
+
+    max_connections: clients beyond get a 503.
+    """
     # Uvicorn raises the signal again after its clean end; a worker that was asked to stop exits with 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ignore)
@@ -88,11 +95,9 @@ def serve(application: Application, listener: socket.socket, *, log_level: str =
         timeout_keep_alive=_KEEP_ALIVE_S,
         backlog=_BACKLOG,
         server_header=False,
+        limit_concurrency=max_connections,
     )
-    # What lives now lives to the end: keep the collector from walking it at every full collection.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    settle_heap()
     DrainingServer(config, application.worker).run(sockets=[listener])
 
 

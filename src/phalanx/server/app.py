@@ -115,7 +115,7 @@ def _with_cors(send: Send) -> Send:
 def _build_fastapi(worker: ApiWorker) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.engine.start()
+        worker.start()
         yield
         worker.close()
 

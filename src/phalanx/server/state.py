@@ -16,6 +16,7 @@ from phalanx.core.settle import Settler
 from phalanx.messages import Control
 from phalanx.runtime.channels import WorkerEnd
 from phalanx.server.engine_client import EngineClient
+from phalanx.server.housekeeping import Histogram, Housekeeper
 from phalanx.server.logprobs import TokenTexts
 from phalanx.server.stream import Dispatcher
 from phalanx.text.detokenizer import Detokenizer
@@ -32,12 +33,16 @@ class ApiWorker:
     """The parts of one API worker.
 
     Attributes:
+        worker_id: the process's number, in its stream ids; a successor of a dead worker has another.
+        slot: its place, 0 to api_workers - 1, which its successor takes over.
         tokenizer, detokenizer: None with skip_tokenizer_init.
+        started_at_s: when the server began to serve, the same in all its workers (seconds since 1970).
         is_draining: the server is about to end, and nothing but running sequences is waited for.
     """
 
     settings: Settings
     worker_id: int
+    slot: int
     tokenizer: Tokenizer | None
     detokenizer: Detokenizer | None
     token_texts: TokenTexts
@@ -45,6 +50,7 @@ class ApiWorker:
     engine: EngineClient
     dispatcher: Dispatcher
     threads: ThreadPoolExecutor
+    housekeeper: Housekeeper
     started_at_s: float
     next_stream: int = 0
     is_draining: bool = False
@@ -81,16 +87,31 @@ class ApiWorker:
                 code="model_not_found",
             )
 
+    @property
+    def loop_lag_s(self) -> Histogram:
+        """How late the event loop ran what was due, in seconds."""
+        return self.housekeeper.loop_lag_s
+
+    def start(self) -> None:
+        """Listen to the engine; needs a running event loop."""
+        self.engine.start()
+        self.housekeeper.start()
+
     def close(self) -> None:
         """Stop threads and channel."""
+        self.housekeeper.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
 
 def build_api_worker(
-    settings: Settings, worker_id: int, channel: WorkerEnd, tokenizer: Tokenizer | None
+    settings: Settings,
+    worker_id: int,
+    channel: WorkerEnd,
+    tokenizer: Tokenizer | None,
+    slot: int | None = None,
 ) -> ApiWorker:
-    """Wire up one worker."""
+    """Wire up one worker. slot: None where it is the worker's number."""
     eos = settings.model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ())
     settler = Settler(
         vocab_size=settings.model.vocab_size,
@@ -108,6 +129,7 @@ def build_api_worker(
         pool = info.get("max_request_tokens")
         if isinstance(pool, int):
             settler.max_request_tokens = pool
+        worker.started_at_s = info.get("started_at_s", worker.started_at_s)
 
     def on_control(message: Control) -> None:
         if message.op == "abort":
@@ -125,9 +147,14 @@ def build_api_worker(
     texts = TokenTexts(None)
     if tokenizer is not None:
         texts = TokenTexts(tokenizer.id_to_bytes, tokenizer.special_ids)
-    return ApiWorker(
+    housekeeper = Housekeeper(
+        is_idle=lambda: not dispatcher.num_streams,
+        watchdog_timeout_s=settings.server.watchdog_timeout_s,
+    )
+    worker = ApiWorker(
         settings=settings,
         worker_id=worker_id,
+        slot=worker_id if slot is None else slot,
         tokenizer=tokenizer,
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
         token_texts=texts,
@@ -135,5 +162,7 @@ def build_api_worker(
         engine=engine,
         dispatcher=dispatcher,
         threads=ThreadPoolExecutor(1, thread_name_prefix="tokenize"),
+        housekeeper=housekeeper,
         started_at_s=time.time(),
     )
+    return worker

@@ -1,14 +1,18 @@
-"""Uvicorn as this server wants it: a drain that waits for running sequences and for nothing else."""
+"""Uvicorn as this server wants it: a drain that waits for running sequences alone, and not for ever."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import time
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from phalanx.server.state import ApiWorker
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _LAST_BYTES_S = 5.0  # how long a client may take to read the rest of an answer
@@ -36,17 +40,22 @@ class DrainingServer(uvicorn.Server):
         self._worker = worker
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop to listen, wait for the running sequences, and end."""
+        """Stop to listen, wait for the running sequences, at most for the shutdown timeout, and end."""
         self._worker.is_draining = True
         closing = asyncio.get_running_loop().create_task(self._close_the_rest())
         await super().shutdown(sockets)
         closing.cancel()
 
     async def _close_the_rest(self) -> None:
-        """Close what is still open some seconds after the last sequence: nobody reads there, or asks more."""
+        """End what runs too long; close what is open some seconds after the last sequence: nobody reads."""
+        dispatcher = self._worker.dispatcher
         idle_s = 0.0
+        deadline_s = time.monotonic() + self._worker.settings.server.shutdown_timeout_s
         while idle_s < _LAST_BYTES_S:
             await asyncio.sleep(_POLL_S)
-            idle_s = 0.0 if self._worker.dispatcher.num_streams else idle_s + _POLL_S
+            if dispatcher.num_streams and time.monotonic() >= deadline_s:
+                logger.warning("the server ends: aborting %d sequences", dispatcher.num_streams)
+                dispatcher.fail_all(503, "the server is shutting down")
+            idle_s = 0.0 if dispatcher.num_streams else idle_s + _POLL_S
         for connection in list(self.server_state.connections):
             connection.transport.abort()

@@ -1,0 +1,82 @@
+"""When Python's cyclic garbage collector runs: not while tokens wait for it.
+
+An automatic full collection walks every object of the process, which stops it for long with thousands of
+requests alive (benchmarks/gc_pauses.py). Requests leave no cycles behind; what still does (exceptions,
+connections) is collected when the process has nothing to do, and young objects now and then.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+_IDLE_S = 1.0
+_YOUNG_EVERY_S = 30.0  # a busy process: objects since the last time, some milliseconds
+_FULL_EVERY_S = 900.0  # never idle: one pause of tens of milliseconds is better than growing for days
+
+
+def settle_heap() -> None:
+    """Call when start-up is done: what lives now lives to the end, and no collection looks at it again.
+
+    Switches the automatic collections off; an `IdleCollector` takes their place.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+class IdleCollector:
+    """Collects at idle. Call `worked` or `idle` often, from the thread whose pauses matter."""
+
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self._last_work_s = self._last_young_s = self._last_full_s = now
+        self._is_clean = True
+
+    def worked(self) -> None:
+        """Something was done since the last call; collects only if it is long due."""
+        now = time.monotonic()
+        self._last_work_s, self._is_clean = now, False
+        if now - self._last_young_s < _YOUNG_EVERY_S:
+            return
+        is_full = now - self._last_full_s >= _FULL_EVERY_S
+        gc.collect(2 if is_full else 1)
+        self._last_young_s = now
+        if is_full:
+            self._last_full_s = now
+
+    def idle(self) -> None:
+        """Nothing is to be done; collects once per idle time, a second into it."""
+        if self._is_clean:
+            return
+        now = time.monotonic()
+        if now - self._last_work_s >= _IDLE_S:
+            gc.collect()
+            self._is_clean = True
+            self._last_young_s = self._last_full_s = now
+
+
+class PauseMeter:
+    """Measures collections: `longest_s`, `total_s`, `count`. Costs two clock reads per collection."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self.total_s = 0.0
+        self.count = 0
+        self._began_s = 0.0
+        gc.callbacks.append(self._on_gc)
+
+    def close(self) -> None:
+        """Stop measuring."""
+        gc.callbacks.remove(self._on_gc)
+
+    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._began_s = now
+            return
+        pause_s = now - self._began_s
+        self.longest_s = max(self.longest_s, pause_s)
+        self.total_s += pause_s
+        self.count += 1
