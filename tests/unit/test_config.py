@@ -141,9 +141,9 @@ def test_attention_backends_on_a_gpu() -> None:
         ("--port 70000", "--port"),
         ("--random-seed -1", "--random-seed"),
         ("--num-threads 0", "--num-threads"),
-        ("--null-tokens-per-s 5", "--device null"),
-        ("--device null --null-tokens-per-s 0", "--null-tokens-per-s"),
-        ("--device null --null-tokens-per-s inf", "--null-tokens-per-s"),
+        ("--null-step-ms 5", "--device null"),
+        ("--device null --null-step-ms 0", "--null-step-ms"),
+        ("--device null --null-step-ms inf", "--null-step-ms"),
         ("--stream-interval 0", "--stream-interval"),
     ],
 )
@@ -175,10 +175,10 @@ def test_unknown_flags_and_abbreviations_are_refused() -> None:
 
 
 def test_null_device_and_streaming_flags() -> None:
-    settings = settle("--model m --device null --null-tokens-per-s 2.5e4 --stream-interval 8")
-    assert (settings.engine.device, settings.engine.null_tokens_per_s) == ("null", 2.5e4)
+    settings = settle("--model m --device null --null-step-ms 2.5 --stream-interval 8")
+    assert (settings.engine.device, settings.engine.null_step_ms) == ("null", 2.5)
     assert settings.server.stream_interval == 8
-    assert settle("--model m --device null").engine.null_tokens_per_s is None
+    assert settle("--model m --device null").engine.null_step_ms is None
     assert settle("--model m").server.stream_interval == 1
 
 

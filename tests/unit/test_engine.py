@@ -477,7 +477,7 @@ def test_pool_sizing() -> None:
 
 
 def test_null_engine_is_deterministic_and_keeps_its_rate() -> None:
-    paced = msgspec.structs.replace(settings(4).engine, null_tokens_per_s=1e3)
+    paced = msgspec.structs.replace(settings(4).engine, null_step_ms=3.0)
     fast, slow = NullEngine(settings(4)), NullEngine(settings(4, engine=paced))
     hand = HandScheduler(40, 4)
     seeds = {1: 2**63 - 1, 2: 5, 3: 7}

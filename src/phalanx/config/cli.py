@@ -84,7 +84,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="null emits tokens without a model",
     )
     group.add_argument(
-        "--null-tokens-per-s", type=float, help="pace of --device null (default: as fast as can be)"
+        "--null-step-ms", type=float, help="length of a step of --device null (default: as fast as can be)"
     )
     group.add_argument("--random-seed", type=int, help="seed of requests that bring none (default: drawn)")
     group.add_argument(

@@ -129,7 +129,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: "torch_native", "triton" or "flashinfer".
     kv_indices_backend: builds the page lists that flashinfer reads: "fused", "triton", "torch" or "naive";
     None where attention needs no lists.
-    null_tokens_per_s: the pace of device "null", None for as fast as can be.
+    null_step_ms: the length of a step of device "null", None for as short as can be.
     cuda_graph: decode steps of up to cuda_graph_max_bs rows replay a captured graph; 0 where there are none.
     """
 
@@ -142,7 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int | None = None
     cuda_graph_max_bs: int = 0
     kv_indices_backend: str | None = None
-    null_tokens_per_s: float | None = None
+    null_step_ms: float | None = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
         cuda_graph=False,
         random_seed=seed,
         num_threads=threads,
-        null_tokens_per_s=_null_pace(args, device),
+        null_step_ms=_null_step_ms(args, device),
     )
 
 
@@ -135,13 +135,13 @@ def _device(args: argparse.Namespace, hardware: Hardware, log: _Log) -> str:
     return device
 
 
-def _null_pace(args: argparse.Namespace, device: str) -> float | None:
-    pace: float | None = args.null_tokens_per_s
-    if pace is not None and device != "null":
-        raise ConfigError(f"--null-tokens-per-s goes with --device null, not {device}")
-    if pace is not None and not 0 < pace < math.inf:
-        raise ConfigError(f"--null-tokens-per-s must be a number above 0, got {pace:g}")
-    return pace
+def _null_step_ms(args: argparse.Namespace, device: str) -> float | None:
+    step_ms: float | None = args.null_step_ms
+    if step_ms is not None and device != "null":
+        raise ConfigError(f"--null-step-ms goes with --device null, not {device}")
+    if step_ms is not None and not 0 < step_ms < math.inf:
+        raise ConfigError(f"--null-step-ms must be a number above 0, got {step_ms:g}")
+    return step_ms
 
 
 def _dtype(args: argparse.Namespace, device: str, hardware: Hardware, model: ModelConfig, log: _Log) -> str:

@@ -61,12 +61,12 @@ class NullEngine:
 
     Args:
         settings: its vocabulary bounds the ids, which lie in a range of ordinary words; its
-            engine.null_tokens_per_s is the pace, sampled tokens per second, None for as fast as can be.
+            engine.null_step_ms is how long a step takes, whatever its rows; None for no time.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._first, self._span = _words(settings.model.vocab_size)
-        self._tokens_per_s = settings.engine.null_tokens_per_s
+        self._step_s = None if settings.engine.null_step_ms is None else settings.engine.null_step_ms / 1000
         self._start = np.zeros(settings.scheduler.max_running_requests + 1, np.int64)  # by row
         self._due = 0.0
 
@@ -76,8 +76,8 @@ class NullEngine:
         self._start[entering.rows] = entering.seed % self._span * _SEED_STRIDE
         rows, done = plan.sample_rows, plan.num_generated.astype(np.int64)
         tokens = (self._first + (self._start[rows] + done * _POSITION_STRIDE) % self._span).astype(np.int32)
-        if self._tokens_per_s is not None:
-            self._due = max(self._due, time.monotonic()) + len(rows) / self._tokens_per_s
+        if self._step_s is not None:
+            self._due = max(self._due, time.monotonic()) + self._step_s
         wanted = plan.logprobs
         result = StepResult(
             step_id=plan.step_id,
