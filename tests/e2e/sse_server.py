@@ -93,6 +93,7 @@ class Server:
     held: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
     next_hold: int = sys.maxsize
     gauges: tuple[int, int] | None = None
+    info: dict = field(default_factory=lambda: {"version": "fake", "internal_states": [{}]})
     num_open: int = 0
     num_accepted: int = 0
 
@@ -138,7 +139,7 @@ class _Connection(asyncio.Protocol):
         if path == "/v1/models":
             return self._start(json_reply({"data": [{"id": "fake-model"}]}))
         if path == "/server_info":
-            return self._start(json_reply({"version": "fake", "internal_states": [{}]}))
+            return self._start(json_reply(server.info))
         if path == "/metrics" and server.gauges is not None:
             running, queued = server.gauges
             page = f"sglang:num_running_reqs {running}\nsglang:num_queue_reqs {queued}\n"

@@ -219,6 +219,50 @@ def test_refused_connections_and_timeouts_are_failures() -> None:
     assert [failure(record) for record in hung.records] == ["timeout after 0.2 s"] * 2
 
 
+@pytest.mark.parametrize("backend", ["sglang-oai", "sglang-oai-chat", "openai"])
+def test_a_wrong_backend_is_a_failure_with_its_cause(
+    tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The route answers, and its events can be read, but they are those of /generate."""
+    with serving(lambda path, body, nth: steady(3, 0)) as server:
+        code, result = bench(server, tmp_path, "--num-prompts", "3", "--backend", backend)
+    cause = "malformed event: no choices with text (is --backend right?)"
+    assert (code, result["completed"], result["failures"]) == (1, 0, {cause: 3})
+    assert f"  3 x {cause}" in capsys.readouterr().out
+
+
+def test_a_result_file_that_cannot_be_written_is_refused_before_the_load(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("before\n")
+    with serving(lambda path, body, nth: steady(1, 0)) as server:
+        for path, reason in ((tmp_path, "Is a directory"), (kept / "x", "Not a directory")):
+            with pytest.raises(BenchError, match=f"--output-file .*: cannot be written: {reason}") as caught:
+                bench(server, tmp_path, "--num-prompts", "1", "--output-file", str(path))
+            assert caught.value.exit_code == 2
+        assert server.num_accepted == 0
+        # A server that is not there leaves no empty file, and what is in a file stays.
+        with pytest.raises(BenchError, match="not ready"):
+            argv = ["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0.01"]
+            bench(server, tmp_path, "--num-prompts", "1", "--output-file", str(tmp_path / "new"), *argv)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert kept.read_text() == "before\n"
+
+
+def test_a_disk_that_fills_up_meanwhile_costs_the_file_not_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def respond(path: str, body: dict, nth: int) -> Reply:
+        (tmp_path / "full").mkdir(exist_ok=True)
+        return steady(1, 0)
+
+    with serving(respond) as server, pytest.raises(BenchError, match="cannot write") as caught:
+        bench(server, tmp_path, "--num-prompts", "1", "--output-file", str(tmp_path / "full"))
+    assert caught.value.exit_code == 1
+    out = capsys.readouterr().out
+    assert "Successful requests:                     1 " in out
+    assert json.loads(out.splitlines()[-1])["completed"] == 1
+
+
 def test_all_failed_exits_1_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda path, body, nth: json_reply({"error": "no"}, status=500)) as server:
         code, result = bench(server, tmp_path, "--num-prompts", "3")

@@ -269,9 +269,45 @@ def test_profile_routes_frame_the_load(tmp_path: Path) -> None:
     with serving(lambda path, body, nth: steady(1, 0)) as server:
         bench(server, tmp_path, "--num-prompts", "1", "--profile", "--profile-num-steps", "5")
     assert [path for path, _ in server.requests] == ["/start_profile", "/generate"]
-    refusing = lambda path, body, nth: Reply([], status=501, framing="length")  # noqa: E731
-    with serving(refusing) as server, pytest.raises(BenchError, match="start_profile answered 501"):
-        bench(server, tmp_path, "--num-prompts", "1", "--profile")
+
+
+@pytest.mark.parametrize("refused", ["/start_profile", "/stop_profile"])
+def test_a_profile_that_fails_costs_the_profile_not_the_run(
+    tmp_path: Path, refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def respond(path: str, body: dict, nth: int) -> Reply:
+        if path == refused:
+            return Reply([Step(0, b"not built")], status=501, framing="length")
+        return steady(2, 0)
+
+    with serving(respond) as server:
+        code, result = bench(server, tmp_path, "--num-prompts", "3", "--profile")
+    problem = f"--profile: {server.url}{refused} answered 501: not built"
+    assert (code, result["completed"], result["profile_problems"]) == (0, 3, [problem])
+    captured = capsys.readouterr()
+    assert f"Warning: {problem}" in captured.err
+    assert "Successful requests:                     3 " in captured.out
+    # What was never started is not stopped.
+    paths = [path for path, _ in server.requests]
+    assert ("/stop_profile" in paths) == (refused == "/stop_profile")
+
+
+def test_figures_of_the_server_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda path, body, nth: steady(1, 0)) as server:
+        bench(server, tmp_path, "--num-prompts", "1")
+        assert "host time" not in capsys.readouterr().out
+        server.info |= {
+            "host_time_between_steps_ms": {"mean": 0.25, "p99": 1.5},
+            "kv_indices_backend": "fused",
+        }
+        _, result = bench(server, tmp_path, "--num-prompts", "1")
+    assert result["host_time_between_steps_ms"] == {"mean": 0.25, "p99": 1.5}
+    assert result["kv_indices_backend"] == "fused"
+    rows = [line.split(":") for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0]: row[1].strip() for row in rows if len(row) == 2}
+    assert shown["Mean host time between steps (ms)"] == "0.25"
+    assert shown["P99 host time between steps (ms)"] == "1.50"
+    assert shown["KV-indices backend"] == "fused"
 
 
 def test_sampling_fields_are_sent(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from phalanx.bench import compare, sweep
+from phalanx.bench.errors import BenchError
 from phalanx.bench.report_page import show
 from tests.e2e.sse_server import Reply, json_reply, serving, steady
 from tests.e2e.test_bench_client import Words
@@ -113,7 +114,9 @@ def test_sweep_runs_every_point_and_writes_the_page(swept: tuple[Path, list[dict
     text = path.read_text()
     assert_page_shows(text, lines)
     assert "s3cret" not in text
-    assert "No point meets the targets" in text  # 11 of 12 is under 99%
+    # 11 of 12 is under 99%.
+    knee = "Knee: none, concurrency 1, the lowest tried, misses the targets (e2el <= 60000 ms)"
+    assert Page(text).by_id["knee"] == knee
 
 
 def test_the_page_renders_in_a_browser(swept: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
@@ -157,15 +160,20 @@ def test_summary_knee_and_json_line(tmp_path: Path, capsys: pytest.CaptureFixtur
             "--goodput",
             "e2el:60000",
         ]
-        argv += ["--output-file", str(tmp_path / "o"), "--report", str(tmp_path / "r.html")]
+        argv += ["--output-file", str(tmp_path / "o"), "--report", str(tmp_path / "r.html"), "--plot"]
         assert sweep.run(parse(sweep, *argv), lambda name: Words(), settle_s=0.0) == 0
         # Each point has a seed, and so prompts, of its own.
         texts = [body["text"] for path, body in server.requests]
         assert texts[:5] != texts[5:]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "Knee: rate 200"
+    knee = next(number for number, text in enumerate(lines) if text.startswith("Knee: "))
+    assert lines[knee].startswith("Knee: rate 200 or above: it is the last one tried")
+    # One plot each for TTFT and ITL, with a letter for each rate.
+    assert [lines[knee + 1], lines[knee + 17]] == ["median TTFT (ms)", "median ITL (ms)"]
+    assert lines[knee + 16].split() == lines[knee + 32].split() == ["a", "100", "b", "200"]
+    assert knee + 33 == len(lines) - 1
     summary = json.loads(lines[-1])
-    assert (summary["sweep"], summary["knee"]) == ("rate", 200.0)
+    assert (summary["sweep"], summary["knee"], summary["knee_first_bad"]) == ("rate", 200.0, None)
     assert [point["value"] for point in summary["points"]] == [100.0, 200.0]
 
 
@@ -175,6 +183,44 @@ def test_a_point_without_a_success_ends_with_exit_code_1(tmp_path: Path) -> None
         argv += ["--output-file", str(tmp_path / "o"), "--report", str(tmp_path / "r.html")]
         assert sweep.run(parse(sweep, *argv), lambda name: Words(), settle_s=0.0) == 1
     assert "2 x HTTP 500: no" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize("option", ["--output-file", "--report"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_load(tmp_path: Path, option: str) -> None:
+    paths = {"--output-file": str(tmp_path / "o"), "--report": str(tmp_path / "r.html")}
+    paths[option] = str(tmp_path / "none" / "x")
+    with serving(lambda path, body, nth: steady(2, 0)) as server:
+        argv = ["--base-url", server.url, "--rates", "100", "--num-prompts", "2"]
+        with pytest.raises(BenchError, match=f"{option} .*: cannot be written: No such file") as caught:
+            sweep.run(
+                parse(sweep, *argv, *(text for pair in paths.items() for text in pair)),
+                lambda name: Words(),
+                settle_s=0.0,
+            )
+        urls = ["--base-url-a", server.url, "--base-url-b", server.url]
+        with pytest.raises(BenchError, match=r"--output-file .*: cannot be written"):
+            compare.run(parse(compare, *urls, "--output-file", str(tmp_path)), lambda name: Words())
+        assert server.num_accepted == 0
+    assert caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_that_breaks_off_still_shows_what_it_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def respond(path: str, body: dict, nth: int) -> Reply:
+        return steady(2, 0) if nth < 4 else json_reply({"error": "dead"}, status=500)
+
+    with serving(respond) as server:
+        argv = ["--base-url", server.url, "--rates", "100", "200", "--num-prompts", "3"]
+        argv += ["--output-file", str(tmp_path / "o"), "--report", str(tmp_path / "r.html")]
+        args = parse(sweep, *argv, "--warmup-requests", "1")
+        with pytest.raises(BenchError, match="warm-up failed: HTTP 500: dead"):
+            sweep.run(args, lambda name: Words(), settle_s=0.0)
+    captured = capsys.readouterr()
+    assert [point["value"] for point in json.loads(captured.out.splitlines()[-1])["points"]] == [100.0]
+    assert "ended early, after 1 of 2 runs" in captured.err
+    assert json.loads(Page((tmp_path / "r.html").read_text()).by_id["runs"]) == lines_of(tmp_path / "o")
 
 
 def test_two_servers_are_measured_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +235,7 @@ def test_two_servers_are_measured_in_turn(tmp_path: Path, capsys: pytest.Capture
 
     with serving(respond("A", 1)) as a, serving(respond("B", 60)) as b:
         argv = ["--base-url-a", a.url, "--base-url-b", b.url, "--repeats", "3", "--num-prompts", "4"]
-        argv += ["--output-file", str(tmp_path / "o")]
+        argv += ["--output-file", str(tmp_path / "o"), "--plot"]
         assert compare.run(parse(compare, *argv), lambda name: Words(), settle_s=0.0) == 0
         assert [body["text"] for _, body in a.requests] == [body["text"] for _, body in b.requests]
     assert order == [side for side in "ABBAAB" for _ in range(4)]
@@ -197,7 +243,9 @@ def test_two_servers_are_measured_in_turn(tmp_path: Path, capsys: pytest.Capture
         {"pair": 0, "side": "A"},
         {"pair": 0, "side": "B"},
     ]
-    (only,) = json.loads(capsys.readouterr().out.splitlines()[-1])["comparisons"]
+    out = capsys.readouterr().out
+    assert "\nB/A, logarithmic\nrequest_throughput " in out
+    (only,) = json.loads(out.splitlines()[-1])["comparisons"]
     # 4 tokens at 60 ms against 4 ms in all: B cannot be the faster one on any machine that runs this.
     assert only["ratios"]["mean_e2e_latency_ms"]["ratio"] > 1
     assert only["ratios"]["request_throughput"]["ratio"] < 1

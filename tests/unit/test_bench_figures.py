@@ -13,9 +13,10 @@ from phalanx.bench.arrivals import Pace, draw_arrivals
 from phalanx.bench.client import ProcessLoad
 from phalanx.bench.client_load import judge_client
 from phalanx.bench.parse import Outcome
+from phalanx.bench.server_figures import ServerFigures, read_server_figures
 from phalanx.bench.server_metrics import read_gauges
 from phalanx.bench.steady import find_steady_window
-from phalanx.bench.terminal_plot import area, plot_run
+from phalanx.bench.terminal_plot import area, intervals, plot_run, scatter
 from phalanx.bench.timeline import Timeline, make_timeline
 
 
@@ -209,3 +210,49 @@ def test_plot_has_the_shape_of_its_values() -> None:
     ]
     assert lines[1].startswith("         4 ")
     assert area([0.0, 0.0], "x").count("█") == 0
+
+
+def test_scatter_puts_points_where_they_are() -> None:
+    lines = scatter([(0, 0, "4"), (59, 11, "8"), (59, 11, "8"), (30, 11, "4"), (30, 11, "8")], "x", "y (ms)")
+    rows = lines.splitlines()
+    assert rows[0] == "y (ms)"
+    # 60 columns and 12 rows, both axes from 0: a letter where its label's points are, a star where two meet.
+    assert rows[1] == f"{11:>10} |{' ' * 30}*{' ' * 28}b"
+    assert rows[12] == f"{0:>10} |a"
+    assert [row for row in rows[2:12] if row.strip(" |")] == []
+    assert rows[14].split() == ["0", "x", "59"]
+    assert rows[15].split() == ["a", "4", "b", "8"]
+    assert scatter([], "x", "y (ms)") == "y (ms): nothing to plot"
+    assert scatter([(0, 0, "1")], "x", "y").splitlines()[12].endswith("|a")
+
+
+def test_intervals_lie_on_a_logarithmic_axis() -> None:
+    rows = [("up", 2.0, 1.0, 4.0), ("down", 0.5, 0.25, 1.0), ("alone", 4.0, None, None)]
+    plot = intervals(rows, "B/A").splitlines()
+    cells = [line[27:].ljust(60) for line in plot[1:4]]
+    # From 0.25 to 4 over 60 columns: 1 is in the middle, 0.5 and 2 a quarter from the ends.
+    assert [cell.index("o") for cell in cells] == [44, 15, 59]
+    assert cells[0] == " " * 30 + "|" + "-" * 13 + "o" + "-" * 15
+    assert cells[1] == "-" * 15 + "o" + "-" * 14 + "|" + " " * 29
+    assert cells[2][30] == "|"
+    assert plot[4].split() == ["0.25", "1", "=", "|", "4"]
+    assert intervals([], "B/A") == "B/A: nothing to plot"
+    assert intervals([("same", 1.0, 1.0, 1.0)], "B/A").splitlines()[1].split() == ["same", "o"]
+
+
+def test_figures_of_the_server_are_found_where_it_puts_them() -> None:
+    between = {"mean": 0.21, "p99": 1.5}
+    top = {"host_time_between_steps_ms": between, "kv_indices_backend": "fused", "internal_states": [{}]}
+    expected = ServerFigures(None, 0.21, 1.5, "fused")
+    assert read_server_figures(top) == expected
+    assert read_server_figures({"internal_states": [top]}) == expected
+    assert read_server_figures({"internal_states": [{"avg_spec_accept_length": 2}]}) == ServerFigures(2.0)
+    assert expected.fields() == {"host_time_between_steps_ms": between, "kv_indices_backend": "fused"}
+    for nothing in (
+        None,
+        {},
+        {"internal_states": []},
+        {"host_time_between_steps_ms": 3, "internal_states": 1},
+    ):
+        assert read_server_figures(nothing) == ServerFigures()
+    assert ServerFigures().fields() == {"host_time_between_steps_ms": None, "kv_indices_backend": None}

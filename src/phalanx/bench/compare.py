@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,44 +16,14 @@ from typing import Any
 import orjson
 
 from phalanx.bench import args as serving_args
+from phalanx.bench.comparison import compare_lines, format_comparison, plot_ratios
 from phalanx.bench.datasets import TokenizerLike
 from phalanx.bench.errors import BenchError
-from phalanx.bench.report import json_line
+from phalanx.bench.report import json_line, require_writable
 from phalanx.bench.run import connect, measure, save, say
 from phalanx.bench.settle import check_arguments
-from phalanx.bench.stats import Ratio, paired_ratio, unpaired_ratio
-
-Line = dict[str, Any]
-
-METRICS = (
-    "request_throughput",
-    "output_throughput",
-    "total_throughput",
-    "steady_output_throughput",
-    "mean_ttft_ms",
-    "median_ttft_ms",
-    "p99_ttft_ms",
-    "mean_tpot_ms",
-    "median_tpot_ms",
-    "p99_tpot_ms",
-    "mean_itl_ms",
-    "median_itl_ms",
-    "p99_itl_ms",
-    "mean_e2e_latency_ms",
-    "median_e2e_latency_ms",
-    "p99_e2e_latency_ms",
-)
-# Fields that make two runs repeats of one workload; the seed is none of them.
-_WORKLOAD = (
-    "dataset_name",
-    "request_rate",
-    "max_concurrency",
-    "random_input_len",
-    "random_output_len",
-    "random_range_ratio",
-    "sharegpt_output_len",
-    "sent",
-)
+from phalanx.bench.stats import Ratio
+from phalanx.bench.workload import Line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,13 +59,22 @@ def run(
             raise BenchError(
                 "give two files, or --base-url-a and --base-url-b (--repeats is for servers)", exit_code=2
             )
+        _refuse_load_options(args)
         a, b = read_lines(args.files[0]), read_lines(args.files[1])
-    groups = compare_lines(a, b)
-    for key, ratios in groups:
-        print(format_ratios(key, ratios))
-    print("* the interval leaves 1 out; of twenty such intervals, one does by chance")
+    comparisons = compare_lines(a, b, say)
+    for one in comparisons:
+        print(format_comparison(one))
+        if args.plot:
+            print(plot_ratios(one))
+    if any(ratio.low is not None for one in comparisons for ratio in one.ratios.values()):
+        print("* the interval leaves 1 out; of twenty such intervals, one does by chance")
     result = [
-        {"workload": key, "ratios": {n: _fields(r) for n, r in ratios.items()}} for key, ratios in groups
+        {
+            "workload": one.workload.fields,
+            "ratios": {name: _fields(ratio) for name, ratio in one.ratios.items()},
+            "notes": one.notes,
+        }
+        for one in comparisons
     ]
     print(json_line({"comparisons": result}).decode(), end="", flush=True)
     return 0 if all(line["completed"] for line in [*a, *b]) else 1
@@ -110,24 +89,27 @@ def measure_pairs(
         BenchError: with the exit code of its kind.
     """
     repeats = 5 if args.repeats is None else args.repeats
-    if repeats < 1:
-        raise BenchError("--repeats must be at least 1", exit_code=2)
+    if repeats < 1 or args.seed + repeats > 2**32:
+        raise BenchError("--repeats must be at least 1, --seed + --repeats at most 2**32", exit_code=2)
     path = args.output_file or f"compare_{datetime.now():%m%d_%H%M%S}.jsonl"
+    require_writable(path, "--output-file")
     found: dict[str, list[Line]] = {"A": [], "B": []}
-    tokenizer = None
+    asked, targets = {}, {}
+    for side, url in (("A", args.base_url_a), ("B", args.base_url_b)):
+        asked[side] = copy.deepcopy(args)
+        asked[side].base_url = url
+        check_arguments(asked[side])
+        targets[side] = connect(asked[side])
+    tokenizer = load_tokenizer(args.tokenizer or asked["A"].model)
     for pair in range(repeats):
         for side in ("A", "B") if pair % 2 == 0 else ("B", "A"):
-            one = copy.deepcopy(args)
-            one.base_url = args.base_url_a if side == "A" else args.base_url_b
+            one = copy.deepcopy(asked[side])
             one.seed = args.seed + pair
-            check_arguments(one)
-            target = connect(one)
-            tokenizer = tokenizer or load_tokenizer(args.tokenizer or one.model)
-            say(f"Pair {pair + 1} of {repeats}: {side}, {target.url}")
-            measured = measure(one, target, tokenizer, settle_s)
+            say(f"Pair {pair + 1} of {repeats}: {side}, {targets[side].url}")
+            measured = measure(one, targets[side], tokenizer, settle_s)
             measured.fields["compare"] = {"pair": pair, "side": side}
-            save(one, measured, path)
             found[side].append(measured.fields)
+            save(one, measured, path)
     say(f"Results appended to {path}")
     return found["A"], found["B"]
 
@@ -150,81 +132,23 @@ def read_lines(path: str) -> list[Line]:
             line = orjson.loads(text)
         except orjson.JSONDecodeError:
             raise BenchError(f"{path} line {number}: not JSON", exit_code=2) from None
-        if not isinstance(line, dict) or "request_throughput" not in line or "sent" not in line:
+        if not isinstance(line, dict) or not {"request_throughput", "sent", "completed"} <= line.keys():
             raise BenchError(f"{path} line {number}: not a result of bench serving", exit_code=2)
+        if not isinstance(line.get("config"), dict):
+            raise BenchError(f"{path} line {number}: does not tell its configuration", exit_code=2)
         lines.append(line)
     if not lines:
         raise BenchError(f"{path}: no results", exit_code=2)
     return lines
 
 
-def compare_lines(a: Sequence[Line], b: Sequence[Line]) -> list[tuple[dict[str, Any], dict[str, Ratio]]]:
-    """Return (workload, ratios by metric) of each workload that both sides have.
-
-    Pairs of `measure_pairs` are compared as pairs, everything else as independent repeats.
-
-    Raises:
-        BenchError: exit code 2; they have no workload in common.
-    """
-    sides = [_by_workload(lines) for lines in (a, b)]
-    common = [key for key in sides[0] if key in sides[1]]
-    for name, side in zip("AB", sides, strict=True):
-        for key in side:
-            if key not in common:
-                say(f"Only in {name}: {_shown(dict(zip(_WORKLOAD, key, strict=True)))}")
-    if not common:
-        raise BenchError("the two sides have no workload in common", exit_code=2)
-    found = []
-    for key in common:
-        left, right = sides[0][key], sides[1][key]
-        paired = _pairs(left) is not None and _pairs(left) == _pairs(right)
-        ratios = {}
-        for metric in METRICS:
-            x, y = ([_value(line, metric) for line in lines] for lines in (left, right))
-            # A metric that a run lacks, or that is zero, has no ratio.
-            if all(value is not None and value > 0 for value in [*x, *y]):
-                ratios[metric] = paired_ratio(x, y) if paired else unpaired_ratio(x, y)
-        found.append((dict(zip(_WORKLOAD, key, strict=True)), ratios))
-    return found
-
-
-def format_ratios(workload: dict[str, Any], ratios: dict[str, Ratio]) -> str:
-    """Return a table: means of both sides, B/A, its interval, and a star where the interval leaves 1 out."""
-    lines = [_shown(workload), f"{'metric':<26} {'A':>12} {'B':>12} {'B/A':>8}   95% interval"]
-    for name, r in ratios.items():
-        interval = (
-            "too few runs" if r.low is None else f"{r.low:.3f} - {r.high:.3f}{' *' if r.differs else ''}"
-        )
-        lines.append(f"{name:<26} {r.mean_a:>12.2f} {r.mean_b:>12.2f} {r.ratio:>8.3f}   {interval}")
-    return "\n".join(lines)
-
-
-def _by_workload(lines: Sequence[Line]) -> dict[tuple[Any, ...], list[Line]]:
-    groups: dict[tuple[Any, ...], list[Line]] = {}
-    for line in lines:
-        groups.setdefault(tuple(line.get(name) for name in _WORKLOAD), []).append(line)
-    for group in groups.values():
-        group.sort(key=lambda line: line.get("compare", {}).get("pair", 0))
-    return groups
-
-
-def _pairs(lines: Sequence[Line]) -> list[int] | None:
-    if any("compare" not in line for line in lines):
-        return None
-    pairs = [line["compare"]["pair"] for line in lines]
-    return pairs if len(set(pairs)) == len(pairs) else None
-
-
-def _value(line: Line, metric: str) -> Any:
-    if metric == "steady_output_throughput":
-        return (line.get("steady_state") or {}).get("output_tokens_per_s")
-    return line.get(metric)
-
-
-def _shown(workload: dict[str, Any]) -> str:
-    return "Workload: " + ", ".join(
-        f"{name} {value}" for name, value in workload.items() if value is not None
-    )
+def _refuse_load_options(args: argparse.Namespace) -> None:
+    """Options of a load mean nothing to results that are there already."""
+    plain = argparse.ArgumentParser()
+    serving_args.add_arguments(plain)
+    for name, default in vars(plain.parse_args([])).items():
+        if name != "plot" and getattr(args, name) != default:
+            raise BenchError(f"--{name.replace('_', '-')} has no meaning with two files", exit_code=2)
 
 
 def _fields(ratio: Ratio) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _load(path: str, raw: bytes, where: str) -> Any:
 
 def _first_turns(path: str, item: Any, number: int) -> tuple[str, str] | None:
     try:
-        turns = next((item[name] for name in _NAMES if name in item), [])
+        turns: Any = next((item[name] for name in _NAMES if name in item), [])
         if len(turns) < 2:
             return None
         texts = [turn["content"] if "content" in turn else turn["value"] for turn in turns[:2]]

@@ -15,6 +15,7 @@ from phalanx.bench.client_load import ClientLoad
 from phalanx.bench.errors import BenchError
 from phalanx.bench.metrics import Metrics
 from phalanx.bench.parse import Outcome
+from phalanx.bench.server_figures import ServerFigures
 
 
 def result_fields(
@@ -22,7 +23,7 @@ def result_fields(
     metrics: Metrics,
     client: ClientLoad,
     server_info: dict[str, Any] | None,
-    accept_length: float | None,
+    server: ServerFigures,
 ) -> dict[str, Any]:
     """Return the JSON line's fields: SGLang's names first, then ours. None for what was not measured."""
     fields: dict[str, Any] = {
@@ -60,7 +61,7 @@ def result_fields(
         fields |= {f"{figure}_{name}_ms": value for figure, value in figures.items()}
     fields |= {
         "concurrency": metrics.concurrency,
-        "accept_length": accept_length,
+        "accept_length": server.accept_length,
         "max_output_tokens_per_s": metrics.peak_output_tokens_per_s,
         "max_concurrent_requests": metrics.peak_concurrent_requests,
     }
@@ -71,7 +72,8 @@ def result_fields(
             "total_cached_tokens": metrics.total_cached,
             "cache_hit_rate_pct": None if rate is None else 100 * rate,
         }
-    return fields | _goodput_fields(metrics) | _own_fields(metrics, client) | {"config": config_fields(args)}
+    fields |= _goodput_fields(metrics) | _own_fields(metrics, client) | server.fields()
+    return fields | {"config": config_fields(args)}
 
 
 def detail_fields(outcomes: list[Outcome], prompt_lens: list[int], metrics: Metrics) -> dict[str, Any]:
@@ -116,6 +118,23 @@ def default_file_name(args: argparse.Namespace) -> str:
 def json_line(fields: dict[str, Any]) -> bytes:
     """Encode one line of strict JSON, with its newline."""
     return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+
+
+def require_writable(path: str, option: str) -> None:
+    """Make sure before a run that its result can be written to `path`; what is there is left as it is.
+
+    Raises:
+        BenchError: exit code 2; the file cannot be opened for writing.
+    """
+    file = Path(path)
+    existed = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise BenchError(f"{option} {path}: cannot be written: {error.strerror}", exit_code=2) from None
 
 
 def append_json_line(path: str, fields: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import orjson
 
 from phalanx.bench.charts import draw_all
 from phalanx.bench.errors import BenchError
+from phalanx.bench.knee import Knee
 
 # Fields shown in the table of runs: (heading, JSON field, unit or "").
 _COLUMNS = (
@@ -55,13 +56,13 @@ def require_charts() -> None:
         raise BenchError("the report needs matplotlib: pip install 'phalanx[plot]'", exit_code=2)
 
 
-def write_page(path: str, lines: Sequence[dict[str, Any]], knee: float | None) -> None:
+def write_page(path: str, lines: Sequence[dict[str, Any]], knee: Knee) -> None:
     """Write the page.
 
     Args:
         path: file to write.
         lines: JSON lines of the runs, each with its `sweep` point.
-        knee: the knee's value, or None.
+        knee: what `find_knee` found.
 
     Raises:
         BenchError: the file cannot be written.
@@ -72,7 +73,7 @@ def write_page(path: str, lines: Sequence[dict[str, Any]], knee: float | None) -
         raise BenchError(f"cannot write {path}: {error.strerror}") from None
 
 
-def render_page(lines: Sequence[dict[str, Any]], knee: float | None) -> str:
+def render_page(lines: Sequence[dict[str, Any]], knee: Knee) -> str:
     """Return the page's HTML; the runs' JSON lines are in it as a data block."""
     kind = lines[0]["sweep"]["kind"]
     labels = [_label(line) for line in lines]
@@ -82,7 +83,7 @@ def render_page(lines: Sequence[dict[str, Any]], knee: float | None) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         f"<title>Sweep over {kind}</title><style>{_CSS}</style></head><body>",
         f"<h1>Sweep over {kind}: {html.escape(str(lines[0]['config']['model']))}</h1>",
-        f'<p id="knee">{_knee_text(lines, kind, knee)}</p>',
+        f'<p id="knee">{html.escape(knee.describe(kind))}</p>',
     ]
     parts += [
         f'<p class="warn">{html.escape(label)}: the client was the bottleneck '
@@ -90,7 +91,7 @@ def render_page(lines: Sequence[dict[str, Any]], knee: float | None) -> str:
         for line, label in zip(lines, labels, strict=True)
         if line["client_bottleneck"]
     ]
-    parts.append(_table(lines, labels, knee))
+    parts.append(_table(lines, labels, knee.value))
     for title, svg in draw_all(lines, labels):
         parts.append(f"<h2>{title}</h2>{svg}")
     parts.append(_failures(lines, labels))
@@ -111,16 +112,6 @@ def show(value: Any) -> str:
 def _label(line: dict[str, Any]) -> str:
     point = line["sweep"]
     return f"{point['value']:g}" + (f" #{point['repeat'] + 1}" if point["repeat"] else "")
-
-
-def _knee_text(lines: Sequence[dict[str, Any]], kind: str, knee: float | None) -> str:
-    slos = lines[0].get("goodput_slos_ms")
-    if slos is None:
-        return "No --goodput targets were given, so no knee was looked for."
-    targets = ", ".join(f"{name} &le; {slo:g} ms" for name, slo in slos.items())
-    if knee is None:
-        return f"No point meets the targets ({targets})."
-    return f"Knee: {kind} {knee:g} is the highest up to which every point meets the targets ({targets})."
 
 
 def _table(lines: Sequence[dict[str, Any]], labels: Sequence[str], knee: float | None) -> str:

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,18 @@ from phalanx.bench.errors import BenchError
 from phalanx.bench.fleet import Load, RunRecord, run_fleet, settle_num_processes
 from phalanx.bench.metrics import Asked, Metrics, compute_metrics
 from phalanx.bench.parse import Outcome
+from phalanx.bench.profile import profiled
 from phalanx.bench.progress import Progress
 from phalanx.bench.report import (
     append_json_line,
     default_file_name,
     detail_fields,
     json_line,
+    require_writable,
     result_fields,
     series_fields,
 )
+from phalanx.bench.server_figures import ServerFigures, read_server_figures
 from phalanx.bench.server_metrics import MetricsSampler
 from phalanx.bench.settle import check_arguments
 from phalanx.bench.table import format_table
@@ -40,8 +43,6 @@ from phalanx.bench.target import (
     flush_cache,
     make_target,
     server_info,
-    start_profile,
-    stop_profile,
     wait_until_ready,
 )
 from phalanx.bench.terminal_plot import plot_run
@@ -57,7 +58,7 @@ class Measured:
     Attributes:
         metrics: every figure.
         client: what the client spent.
-        accept_length: mean tokens per speculative step, where the server tells it.
+        server: what the server says of itself.
         fields: the JSON line without the details of each request.
         outcomes: one per request.
         requests: what was asked.
@@ -65,7 +66,7 @@ class Measured:
 
     metrics: Metrics
     client: ClientLoad
-    accept_length: float | None
+    server: ServerFigures
     fields: dict[str, Any]
     outcomes: list[Outcome]
     requests: list[BenchRequest]
@@ -88,17 +89,19 @@ def run(
         BenchError: with the exit code of its kind.
     """
     check_arguments(args)
+    path = args.output_file or default_file_name(args)
+    require_writable(path, "--output-file")
     target = connect(args)
     measured = measure(args, target, load_tokenizer(args.tokenizer or args.model), settle_s)
-    path = args.output_file or default_file_name(args)
-    save(args, measured, path)
-    print(format_table(args, measured.metrics, measured.client, measured.accept_length))
+    print(format_table(args, measured.metrics, measured.client, measured.server))
     if args.plot:
         print(plot_run(measured.fields["series"]))
     # Last on stdout, for scripts: the figures alone.
     long = ("server_info", "series", "quantiles_ms", "server_metrics", "config")
     short = {name: value for name, value in measured.fields.items() if name not in long}
     print(json_line(short).decode(), end="", flush=True)
+    # After the printing: a disk that is full by now costs the file, not the figures.
+    save(args, measured, path)
     say(f"Result appended to {path}")
     return 0 if measured.metrics.num_completed else 1
 
@@ -132,7 +135,7 @@ def measure(
         flush_cache(target, BACKENDS[args.backend].flush_path or "")
     time.sleep(settle_s)
     sampler = MetricsSampler(target) if args.server_metrics else None
-    with sampler or contextlib.nullcontext(), _profiled(args, target):
+    with profiled(args, target, say) as profile_problems, sampler or contextlib.nullcontext():
         record = _load(args, target, requests, arrivals)
     info = server_info(target) if BACKENDS[args.backend].has_server_info else None
     metrics = compute_metrics(
@@ -146,11 +149,13 @@ def measure(
     )
     check_possible(metrics)
     client = judge_client(record.processes, _judged_window(record, metrics))
-    accept_length = _accept_length(info)
-    fields = result_fields(args, metrics, client, info, accept_length) | series_fields(metrics)
+    server = read_server_figures(info)
+    fields = result_fields(args, metrics, client, info, server) | series_fields(metrics)
+    if args.profile:
+        fields["profile_problems"] = profile_problems
     if sampler is not None:
         fields["server_metrics"] = sampler.series(record.began)
-    return Measured(metrics, client, accept_length, fields, record.outcomes, requests)
+    return Measured(metrics, client, server, fields, record.outcomes, requests)
 
 
 def save(args: argparse.Namespace, measured: Measured, path: str | Path) -> None:
@@ -204,30 +209,6 @@ def _load(
     if early := sum(process.num_parsed_early for process in record.processes):
         say(f"{early} answers were parsed during the run: the raw bytes passed the limit")
     return record
-
-
-@contextlib.contextmanager
-def _profiled(args: argparse.Namespace, target: Target) -> Iterator[None]:
-    """Have the server profile itself while the block runs, if the command line asks for it."""
-    if not args.profile:
-        yield
-        return
-    settings = None
-    if BACKENDS[args.backend].has_server_info:
-        output_dir = args.profile_output_dir
-        settings = {
-            "activities": args.profile_activities or ["CPU", "GPU"],
-            "num_steps": args.profile_num_steps,
-            "profile_by_stage": bool(args.profile_by_stage),
-            # A folder of its own for each run, as in SGLang's client.
-            "output_dir": f"{output_dir}/{time.time()}" if output_dir else None,
-            "profile_prefix": args.profile_prefix,
-        }
-        settings = {name: value for name, value in settings.items() if value is not None}
-    start_profile(target, settings)
-    yield
-    if args.profile_num_steps is None:
-        stop_profile(target)
 
 
 def _asked(args: argparse.Namespace, requests: list[BenchRequest], record: RunRecord) -> Asked:
@@ -287,12 +268,3 @@ def _describe_data(args: argparse.Namespace, requests: list[BenchRequest]) -> No
         f"#Input tokens: {sent} (asked: {asked}; {changed} of {len(requests)} prompts changed length as text)"
     )
     say(f"#Output tokens: {sum(r.output_len for r in requests)}")
-
-
-def _accept_length(info: dict[str, Any] | None) -> float | None:
-    """SGLang's mean number of tokens accepted per step of speculative decoding, where it reports one."""
-    states = (info or {}).get("internal_states")
-    if not isinstance(states, list) or not states or not isinstance(states[0], dict):
-        return None
-    value = states[0].get("avg_spec_accept_length")
-    return float(value) if isinstance(value, (int, float)) else None

@@ -14,7 +14,7 @@ _RANDOM = ("random", "random-ids")
 _CONVERSATIONS = ("sharegpt", "custom")
 _GSP = ("generated-shared-prefix",)
 # option (argparse dest) -> (datasets that use it, its default there)
-_DATASET_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
+DATASET_OPTIONS: dict[str, tuple[tuple[str, ...], Any]] = {
     "dataset_path": (("random", *_CONVERSATIONS), ""),
     "num_prompts": ((*_RANDOM, *_CONVERSATIONS), 1000),
     "random_input_len": (_RANDOM, 1024),
@@ -81,7 +81,7 @@ def _settle_dataset_options(args: argparse.Namespace) -> None:
     asked_prompts = args.num_prompts
     if args.dataset_name in _GSP:
         args.num_prompts = None
-    for dest, (datasets, default) in _DATASET_OPTIONS.items():
+    for dest, (datasets, default) in DATASET_OPTIONS.items():
         if getattr(args, dest) is None:
             setattr(args, dest, default)
         else:

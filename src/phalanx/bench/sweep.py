@@ -1,7 +1,6 @@
 """Run a list of rates or concurrencies, find the knee, write one page with charts.
 
-The knee is the highest rate (or concurrency) below which every point meets the --goodput targets. Every
-point and repeat has prompts of its own (--seed, --seed + 1, ...), so that none finds another's in the
+Every point and repeat has prompts of its own (--seed, --seed + 1, ...), so that none finds another's in the
 prefix cache.
 """
 
@@ -17,11 +16,14 @@ from typing import Any
 from phalanx.bench import args as serving_args
 from phalanx.bench.datasets import TokenizerLike
 from phalanx.bench.errors import BenchError
-from phalanx.bench.report import json_line
+from phalanx.bench.knee import Knee, find_knee
+from phalanx.bench.report import json_line, require_writable
 from phalanx.bench.report_page import require_charts, write_page
 from phalanx.bench.run import connect, measure, save, say
 from phalanx.bench.settle import check_arguments
+from phalanx.bench.terminal_plot import scatter
 
+_ATTAINMENT = 0.99
 _COLUMNS = (
     ("req/s", "request_throughput", 1.0),
     ("out tok/s", "output_throughput", 1.0),
@@ -48,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--knee-attainment",
         type=float,
-        default=0.99,
-        help="share of requests that must meet --goodput (default: %(default)s)",
+        help=f"share of requests that must meet --goodput (default: {_ATTAINMENT})",
     )
     serving_args.add_arguments(parser)
 
@@ -68,23 +69,45 @@ def run(
     kind, runs = plan_runs(args)
     require_charts()
     path = args.output_file or f"sweep_{args.backend}_{datetime.now():%m%d_%H%M%S}.jsonl"
+    require_writable(path, "--output-file")
+    require_writable(args.report, "--report")
     target = connect(runs[0])
     tokenizer = load_tokenizer(args.tokenizer or runs[0].model)
     lines: list[dict[str, Any]] = []
-    for one in runs:
-        one.model = runs[0].model
-        say(f"{kind} {one.sweep['value']:g}, repeat {one.sweep['repeat'] + 1} of {args.repeats}")
-        measured = measure(one, target, tokenizer, settle_s)
-        measured.fields["sweep"] = one.sweep
-        save(one, measured, path)
-        lines.append(measured.fields)
-    knee = find_knee(lines, args.knee_attainment)
+    try:
+        for one in runs:
+            one.model = runs[0].model
+            say(f"{kind} {one.sweep['value']:g}, repeat {one.sweep['repeat'] + 1} of {args.repeats}")
+            measured = measure(one, target, tokenizer, settle_s)
+            measured.fields["sweep"] = one.sweep
+            lines.append(measured.fields)
+            save(one, measured, path)
+    except BenchError:
+        # A server that breaks at one rate: what was measured below it is still worth showing.
+        if lines:
+            say(f"The sweep ended early, after {len(lines)} of {len(runs)} runs")
+            _show(args, kind, lines, path)
+        raise
+    _show(args, kind, lines, path)
+    return 0 if all(line["completed"] for line in lines) else 1
+
+
+def _show(args: argparse.Namespace, kind: str, lines: list[dict[str, Any]], path: str) -> None:
+    """Print the summary, the plot and the JSON line, and write the page."""
+    knee = find_knee(lines, _attainment(args))
+    print(format_summary(lines, knee))
+    if args.plot:
+        print(plot_tradeoff(lines))
+    summary = {
+        "sweep": kind,
+        "knee": knee.value,
+        "knee_first_bad": knee.first_bad,
+        "report": args.report,
+        "points": [_point(line) for line in lines],
+    }
+    print(json_line(summary).decode(), end="", flush=True)
     write_page(args.report, lines, knee)
     say(f"Results appended to {path}, charts written to {args.report}")
-    print(format_summary(lines, knee))
-    summary = {"sweep": kind, "knee": knee, "report": args.report, "points": [_point(line) for line in lines]}
-    print(json_line(summary).decode(), end="", flush=True)
-    return 0 if all(line["completed"] for line in lines) else 1
 
 
 def plan_runs(args: argparse.Namespace) -> tuple[str, list[argparse.Namespace]]:
@@ -101,10 +124,12 @@ def plan_runs(args: argparse.Namespace) -> tuple[str, list[argparse.Namespace]]:
         kind, dest, values = "concurrency", "max_concurrency", args.concurrencies
         if args.max_concurrency is not None:
             raise BenchError("--concurrencies takes the place of --max-concurrency", exit_code=2)
-    if args.repeats < 1 or not 0.0 < args.knee_attainment <= 1.0:
+    if args.repeats < 1 or not 0.0 < _attainment(args) <= 1.0:
         raise BenchError("--repeats must be at least 1, --knee-attainment in (0, 1]", exit_code=2)
-    if not Path(args.report).resolve().parent.is_dir():
-        raise BenchError(f"--report {args.report}: no such folder", exit_code=2)
+    if args.knee_attainment is not None and not args.goodput:
+        raise BenchError("--knee-attainment needs --goodput", exit_code=2)
+    if args.output_file and Path(args.output_file).resolve() == Path(args.report).resolve():
+        raise BenchError(f"--output-file and --report are both {args.report}", exit_code=2)
     if len(set(values)) < len(values):
         raise BenchError(f"a value is given twice: {values}", exit_code=2)
     runs: list[argparse.Namespace] = []
@@ -119,23 +144,11 @@ def plan_runs(args: argparse.Namespace) -> tuple[str, list[argparse.Namespace]]:
     return kind, runs
 
 
-def find_knee(lines: Sequence[dict[str, Any]], attainment: float) -> float | None:
-    """Return the highest value up to which every run reached `attainment`; None if none did, or no --goodput.
-
-    Args:
-        lines: JSON lines of a sweep.
-        attainment: share of the sent requests, in (0, 1].
-    """
-    knee = None
-    for value in sorted({line["sweep"]["value"] for line in lines}):
-        shares = [line.get("slo_attainment", 0.0) for line in lines if line["sweep"]["value"] == value]
-        if min(shares) < attainment:
-            break
-        knee = value
-    return knee
+def _attainment(args: argparse.Namespace) -> float:
+    return _ATTAINMENT if args.knee_attainment is None else float(args.knee_attainment)
 
 
-def format_summary(lines: Sequence[dict[str, Any]], knee: float | None) -> str:
+def format_summary(lines: Sequence[dict[str, Any]], knee: Knee) -> str:
     """Return a line per run, in ms unless said otherwise, and the knee."""
     kind = lines[0]["sweep"]["kind"]
     rows = [[kind, *(title for title, _, _ in _COLUMNS), ""]]
@@ -146,11 +159,21 @@ def format_summary(lines: Sequence[dict[str, Any]], knee: float | None) -> str:
             cells.append("n/a" if value is None else f"{value * scale:.2f}".removesuffix(".00"))
         rows.append([*cells, "client was the bottleneck" if line["client_bottleneck"] else ""])
     text = ["  ".join(f"{cell:>11}" for cell in row[:-1]) + "  " + row[-1] for row in rows]
-    if lines[0].get("goodput_slos_ms") is None:
-        text.append("Knee: not looked for, there is no --goodput")
-    else:
-        text.append(f"Knee: {'no point meets the targets' if knee is None else f'{kind} {knee:g}'}")
+    text.append(knee.describe(kind))
     return "\n".join(part.rstrip() for part in text)
+
+
+def plot_tradeoff(lines: Sequence[dict[str, Any]]) -> str:
+    """Return two small plots of throughput against latency, a letter for each point of the sweep."""
+    plots = []
+    for field, title in (("median_ttft_ms", "median TTFT (ms)"), ("median_itl_ms", "median ITL (ms)")):
+        points = [
+            (line["output_throughput"], line[field], f"{line['sweep']['value']:g}")
+            for line in lines
+            if line[field] is not None
+        ]
+        plots.append(scatter(points, "output tok/s", title))
+    return "\n".join(plots)
 
 
 def _point(line: dict[str, Any]) -> dict[str, Any]:

@@ -8,20 +8,21 @@ from collections.abc import Iterator
 from phalanx.bench.client_load import ClientLoad
 from phalanx.bench.distribution import Distribution
 from phalanx.bench.metrics import Metrics
+from phalanx.bench.server_figures import ServerFigures
 
 _WIDTH = 50
 _MAX_CAUSES = 10
 
 
 def format_table(
-    args: argparse.Namespace, metrics: Metrics, client: ClientLoad, accept_length: float | None
+    args: argparse.Namespace, metrics: Metrics, client: ClientLoad, server: ServerFigures
 ) -> str:
     """Return the result as SGLang's client prints it, then what that leaves out (failures, delays, sources).
 
     A figure that was not measured prints as n/a.
     """
     lines = [_rule(" Serving Benchmark Result ", "=")]
-    lines += _summary_lines(args, metrics, accept_length)
+    lines += _summary_lines(args, metrics, server.accept_length)
     lines += _goodput_lines(metrics)
     sections = (
         ("End-to-End Latency", "E2E Latency", metrics.e2e),
@@ -36,6 +37,7 @@ def format_table(
         lines += _cache_lines(metrics)
     lines += _over_time_lines(metrics)
     lines += _steady_lines(metrics)
+    lines += _server_lines(server)
     lines += _delivery_lines(args, metrics)
     lines += _client_lines(client)
     lines += _count_lines(metrics)
@@ -121,6 +123,16 @@ def _steady_lines(m: Metrics) -> Iterator[str]:
     yield _row("Steady request throughput (req/s):", window.requests_per_s)
     yield _row("Steady output throughput (tok/s):", window.output_tokens_per_s)
     yield _row("Steady mean requests in flight:", window.mean_in_flight)
+
+
+def _server_lines(server: ServerFigures) -> Iterator[str]:
+    """What the server says of its own steps, where it says anything."""
+    if server.host_mean_ms is None and server.host_p99_ms is None and server.kv_indices_backend is None:
+        return
+    yield _rule("Server", "-")
+    yield _row("Mean host time between steps (ms):", server.host_mean_ms)
+    yield _row("P99 host time between steps (ms):", server.host_p99_ms)
+    yield _row("KV-indices backend:", server.kv_indices_backend)
 
 
 def _delivery_lines(args: argparse.Namespace, m: Metrics) -> Iterator[str]:

@@ -171,7 +171,7 @@ def control(
     body: dict[str, Any] | None = None,
 ) -> tuple[int, Any]:
     """Send one blocking request. Return (status, JSON body or text); status 0 when nothing answered."""
-    headers = dict(target.headers)
+    headers: dict[str, str | bytes] = {key: value.encode() for key, value in target.headers}
     data = None
     if body is not None:
         headers["Content-Type"], data = "application/json", json.dumps(body)
