@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ConfigError
 from phalanx.kernels import create_kv_indices
 from phalanx.kernels.kv_indices import check_bounds
-from phalanx.kernels.ragged import BLOCK_BYTES, MAX_COPY
+from phalanx.kernels.ragged import BLOCK_BYTES, MAX_COPY, copy_rows
 from phalanx.microbench import kv_indices as kv_indices_bench
 from phalanx.microbench import kv_problems
 
@@ -256,6 +257,30 @@ def test_many_requests_with_empty_ones_between(backend):
     assert indptr.tolist() == want_indptr and out.tolist() == want
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a CPU path")
+@pytest.mark.fuzz
+@given(
+    lens=st.lists(st.integers(0, 9) | st.integers(0, 700), max_size=40),
+    gap=st.integers(0, 2),
+    dtype=st.sampled_from([np.int32, np.int64]),
+    seed=st.integers(0, 99),
+)
+def test_whole_rows_are_copied(lens, gap, dtype, seed):
+    """The CPU path for large batches, at any size; rows at both ends of table and output."""
+    random = np.random.default_rng(seed)
+    flat = random.integers(0, 2**31, 700, dtype=np.int32)
+    counts = np.array(lens, dtype=np.int64)
+    first = np.array([random.choice([0, 700 - n, random.integers(0, 701 - n)]) for n in lens], dtype=np.int64)
+    offsets = np.cumsum(counts + gap) - counts
+    size = sum(lens) + gap * len(lens)
+    buffer = np.full(size + 2, CANARY, dtype=dtype)
+    want = buffer.copy()
+    for a, n, offset in zip(first, lens, offsets, strict=True):
+        want[1 + offset : 1 + offset + n] = flat[a : a + n]
+    copy_rows(flat, first, counts, offsets, buffer[1 : 1 + size])
+    assert (buffer == want).all()
+
+
 @pytest.mark.parametrize("out_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_rows_longer_than_one_copy(out_dtype, gap):
@@ -274,25 +299,37 @@ def test_rows_longer_than_one_copy(out_dtype, gap):
     assert torch.equal(out, want)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="an index out of range poisons a CUDA context")
+@pytest.mark.skipif(DEVICE == "cuda", reason="a CPU path")
 @pytest.mark.parametrize(
-    "rows,lens,starts,indptr,message",
+    "row,length,start,offset,message",
     [
-        ([0, 4], [1, 1], [0, 0], [0, 1, 2], "leaves the table"),
-        ([0, -1], [1, 1], [0, 0], [0, 1, 2], "leaves the table"),
-        ([1, 3], [1, 8], [0, 9], [0, 1, 9], "leaves the table"),
-        ([1, 0], [1, 2], [0, -1], [0, 1, 3], "leaves the table"),
-        ([1, 2], [4, -3], [0, 0], [0, 4, 4], "page_kernel_lens has a negative length"),
-        ([1, 2], [4, 4], [0, 0], [0, 17, 21], "kv_indices has 20 entries, kv_indptr asks for 21"),
-        ([1, 2], [4, 4], [0, 0], [-1, 3, 7], "kv_indptr has a negative offset"),
+        (4, 1, 0, 0, "req_pool_indices, .* leaves req_to_token"),
+        (-1, 1, 0, 0, "req_pool_indices, .* leaves req_to_token"),
+        (3, 8, 2**14 - 7, 0, "leaves req_to_token"),
+        (0, 2, -1, 0, "leaves req_to_token"),
+        (0, -3, 0, 0, "page_kernel_lens has a negative length"),
+        (0, 2, 0, 2**16 - 1, "kv_indices has 65536 entries, kv_indptr asks for more"),
+        (0, 2, 0, -1, "kv_indptr has a negative offset"),
     ],
 )
-def test_torch_on_a_cpu_writes_nothing_if_a_row_is_out_of_bounds(rows, lens, starts, indptr, message):
-    table = make_table(4, 16)
-    out = torch.full((20,), CANARY, dtype=torch.int32)
+def test_copying_whole_rows_writes_nothing_if_one_is_out_of_bounds(row, length, start, offset, message):
+    table = make_table(4, 2**14)
+    out = torch.full((2**16,), CANARY, dtype=torch.int32)
+    rows, lens, starts = vectors([1, 1, 1, row], [2**14] * 3 + [length], [0, 0, 0, start])
+    indptr = torch.tensor([0, 2**14, 2**15, offset, 0], dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
-        create_kv_indices(table, *vectors(rows, lens, indptr, starts), out, backend="torch")
+        create_kv_indices(table, rows, lens, indptr, starts, out, backend="torch")
     assert (out == CANARY).all()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="an index out of range poisons a CUDA context")
+@pytest.mark.parametrize("row,start,offset", [(4, 0, 0), (-1, 0, 0), (0, -1, 0), (3, 16, 0), (1, 0, 19)])
+def test_torch_on_a_cpu_refuses_a_short_row_out_of_bounds(row, start, offset):
+    out = torch.full((22,), CANARY, dtype=torch.int32)
+    args = vectors([row], [2], [offset, 0])
+    with pytest.raises((ValueError, IndexError), match=r"out of range|asks for more"):
+        create_kv_indices(make_table(4, 16), *args, *vectors([start]), out[1:-1], backend="torch")
+    assert out[0] == out[-1] == CANARY
 
 
 def test_total_allocates_without_reading_and_keeps_its_size():
