@@ -48,18 +48,24 @@ def test_an_empty_run_has_an_empty_series() -> None:
     assert plot_run(run.series()) == "nothing to plot"
 
 
+def test_no_sliver_at_the_end_makes_a_spike() -> None:
+    # 4 s and a hair: the token of the end came within the last tenth, not within the hair.
+    series = timeline([(0.0, 4 + 1e-12)], [(4 + 1e-12, 1)]).series()
+    assert max(series["output_tokens_per_s"]) == pytest.approx(10.0)
+    assert timeline([(0.0, 0.01)], [(0.01, 3)]).series()["output_tokens_per_s"] == [300.0]
+
+
 @pytest.mark.fuzz
 @given(st.lists(st.tuples(st.floats(0, 20), st.floats(0.2, 20), st.integers(0, 50)), min_size=1, max_size=20))
 def test_series_conserves_tokens_and_requests(rows: list[tuple[float, float, int]]) -> None:
     spans = [(start, start + length) for start, length, _ in rows]
     run = timeline(spans, [(end, count) for (_, end), (_, _, count) in zip(spans, rows, strict=True)])
     series = run.series()
-    width = max(run.duration_s / 200, 0.1)
-    widths = np.full(len(series["t_s"]), width)
-    widths[-1] = run.duration_s - width * (len(widths) - 1)
+    width = run.duration_s / len(series["t_s"])
     total = sum(count for _, _, count in rows)
-    assert np.dot(series["output_tokens_per_s"], widths) == pytest.approx(total, rel=0.02, abs=0.5)
-    assert len(series["t_s"]) <= 201
+    assert sum(series["output_tokens_per_s"]) * width == pytest.approx(total, rel=1e-3, abs=0.1)
+    assert sum(series["requests_per_s"]) * width == pytest.approx(len(rows), rel=1e-3, abs=0.1)
+    assert 0.1 <= width * (1 + 1e-9) and len(series["t_s"]) <= 200
     assert max(series["in_flight"]) <= len(rows)
 
 

@@ -11,6 +11,7 @@ from phalanx.bench.parse import Outcome
 
 _NUM_SAMPLES = 2000
 _SERIES_POINTS = 200
+_SHORTEST_BIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +59,29 @@ class Timeline:
     def token_bins(self, width_s: float) -> np.ndarray:
         """Return float64 output tokens in consecutive bins of `width_s`, covering the run."""
         num_bins = max(1, int(np.ceil(self.duration_s / width_s)))
-        bins = np.clip((self.token_times / width_s).astype(np.int64), 0, num_bins - 1)
-        return np.bincount(bins, self.token_counts, num_bins)
+        return _binned(self.token_times, self.token_counts, width_s, num_bins)
 
     def series(self) -> dict[str, list[float]]:
         """Return the run as at most 200 points for charts: bin centres and values."""
         if self.duration_s <= 0 or not len(self.starts):
             return {"t_s": [], "output_tokens_per_s": [], "in_flight": [], "requests_per_s": []}
-        width = max(self.duration_s / _SERIES_POINTS, 0.1)
-        tokens = self.token_bins(width)
-        # The last bin is cut by the end of the run.
-        widths = np.full(len(tokens), width)
-        widths[-1] = max(self.duration_s - width * (len(tokens) - 1), 1e-9)
-        edges = np.concatenate([np.arange(len(tokens)) * width, [self.duration_s]])
-        edges[-1] = np.nextafter(edges[-1], np.inf)
-        finished = np.diff(np.searchsorted(self.finishes, edges, side="left"))
-        centres = edges[:-1] + widths / 2
+        # Equal bins of 0.1 s or more: a short one left over at the end would show a huge rate.
+        num_bins = max(1, min(_SERIES_POINTS, int(self.duration_s / _SHORTEST_BIN_S)))
+        width = self.duration_s / num_bins
+        centres = (np.arange(num_bins) + 0.5) * width
+        tokens = _binned(self.token_times, self.token_counts, width, num_bins)
+        finished = _binned(self.finishes, np.ones(len(self.finishes)), width, num_bins)
         return {
             "t_s": centres.round(4).tolist(),
-            "output_tokens_per_s": (tokens / widths).round(2).tolist(),
+            "output_tokens_per_s": (tokens / width).round(2).tolist(),
             "in_flight": self.in_flight(centres).tolist(),
-            "requests_per_s": (finished / widths).round(3).tolist(),
+            "requests_per_s": (finished / width).round(3).tolist(),
         }
+
+
+def _binned(times: np.ndarray, counts: np.ndarray, width_s: float, num_bins: int) -> np.ndarray:
+    """Sum `counts` over bins of equal width; what lies at the very end belongs to the last one."""
+    return np.bincount(np.clip((times / width_s).astype(np.int64), 0, num_bins - 1), counts, num_bins)
 
 
 def make_timeline(
