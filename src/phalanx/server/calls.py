@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.core.errors import RequestError
 from phalanx.core.request import LogprobParams
@@ -89,14 +89,17 @@ async def make_streams(
         if ask.logprobs is not None:
             num_logprobs += len(requests) * (ask.logprobs.top_k + len(ask.logprobs.token_ids))
             _check_logprobs(num_logprobs)
-        rid = ask.rid or uuid.uuid4().hex
+        prompt_rid = ask.rid or uuid.uuid4().hex
         for i, request in enumerate(requests):
+            rid = prompt_rid if len(requests) == 1 else f"{prompt_rid}_{i}"
             call.streams.append(
                 OutputStream(
                     call=call,
                     index=len(call.streams),
-                    rid=rid if len(requests) == 1 else f"{rid}_{i}",
-                    request=request,
+                    rid=rid,
+                    prompt_rid=prompt_rid,
+                    # The engine sees to it that no two running ones share a name; drawn ones are unique.
+                    request=request if ask.rid is None else replace(request, rid=rid),
                     text=TextStream(worker.detokenizer, ask.sampling),
                     logprobs=None if request.logprobs is None else LogprobLog(),
                 )

@@ -127,9 +127,9 @@ class EngineClient:
         self._on_unsent(requests[0].stream_id, 400 if is_clients else 500, message)
 
     async def control(
-        self, op: str, args: dict[str, Any] | None = None, timeout_s: float = 10.0
+        self, op: str, args: dict[str, Any] | None = None, timeout_s: float | None = 10.0
     ) -> ControlReply:
-        """Ask the engine.
+        """Ask the engine. timeout_s: None waits as long as it lives.
 
         Raises:
             RequestError: 503 if it is not there or does not answer in time.

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from phalanx.server.routes_pause import PauseBody
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from phalanx.server.schema_openai import ChatBody, CompletionBody
 
@@ -19,6 +20,7 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("/tokenize", "post"): TokenizeBody,
     ("/detokenize", "post"): DetokenizeBody,
     ("/abort_request", "post"): AbortBody,
+    ("/pause_generation", "post"): PauseBody,
 }
 
 

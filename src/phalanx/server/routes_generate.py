@@ -42,6 +42,7 @@ async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, respons
         with_prompt_ids=bool(body.return_prompt_token_ids),
     )
     call = new_call(form, response, is_stream=bool(body.stream))
+    call.rid = body.rid if isinstance(body.rid, str) else None
     await make_streams(worker, call, _asks(body, prompts, rids), {"prompt": name})
     await run_call(worker, call, receive)
 

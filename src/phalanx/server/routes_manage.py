@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import uuid
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from phalanx.server.form_generate import GenerateForm
 from phalanx.server.metrics import render
 from phalanx.server.response import Message, encode_json, read_body
 from phalanx.server.response import Response as StreamResponse
+from phalanx.server.routes_pause import add_pause_routes
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, TokenizeBody
 from phalanx.server.state import ApiWorker
 from phalanx.server.texts import decode_ids, encode_texts
@@ -42,6 +44,7 @@ def build_router(worker: ApiWorker) -> APIRouter:
     _add_facts(router, worker)
     _add_text(router, worker)
     _add_management(router, worker)
+    add_pause_routes(router, worker)
     return router
 
 
@@ -85,7 +88,7 @@ async def _generate_one_token(worker: ApiWorker) -> None:
     )
     call = new_call(form, StreamResponse(send), is_stream=False)
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    await make_streams(worker, call, [Ask([0], sampling, rid="HEALTH_CHECK")])
+    await make_streams(worker, call, [Ask([0], sampling, rid=f"HEALTH_CHECK_{uuid.uuid4().hex}")])
     try:
         await asyncio.wait_for(run_call(worker, call, receive), _HEALTH_GENERATE_S)
     except TimeoutError:

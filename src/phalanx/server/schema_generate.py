@@ -124,7 +124,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
-    """POST /abort_request: every request whose rid begins with `rid`, or all."""
+    """POST /abort_request: the request, prompt or sequence named `rid`, or all."""
 
     rid: str | None = None
     abort_all: bool = False

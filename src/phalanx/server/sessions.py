@@ -20,7 +20,8 @@ class OutputStream:
 
     Attributes:
         index: its place in the response: prompt number * n + output number.
-        rid: the request's name for `/abort_request` and in `meta_info`.
+        rid: its name for `/abort_request` and in `meta_info`.
+        prompt_rid: the name of all outputs of its prompt.
         num_sent: ids that earlier chunks told the client about.
         unsent_text: text since the last chunk.
         error: (HTTP status, message) if it failed.
@@ -32,6 +33,7 @@ class OutputStream:
     call: Call
     index: int
     rid: str
+    prompt_rid: str
     request: EngineRequest
     text: TextStream
     logprobs: LogprobLog | None = None
@@ -69,6 +71,7 @@ class Call:
     Attributes:
         form: writes its answers in the route's shape.
         is_stream: answer token by token.
+        rid: the client's name for all of it, if it gave one.
         streams: its sequences, by index.
         num_open: sequences not finished yet.
         waiting: sequences with something to say that a blocked response could not take.
@@ -78,6 +81,7 @@ class Call:
     form: Form
     response: Response
     is_stream: bool
+    rid: str | None = None
     streams: list[OutputStream] = field(default_factory=list)
     num_open: int = 0
     waiting: dict[int, OutputStream] = field(default_factory=dict)

@@ -78,10 +78,12 @@ class Dispatcher:
             self._abort(ids)
 
     def abort_matching(self, rid: str | None) -> None:
-        """End the streams whose rid begins with `rid` (None: all), and tell their clients."""
+        """End the streams that `rid` names, alone or with others (None: all), and tell their clients."""
         self._catch_up()
         for stream in list(self._streams.values()):
-            if stream.finish is None and (rid is None or stream.rid.startswith(rid)):
+            if stream.finish is None and (
+                rid is None or rid in (stream.rid, stream.prompt_rid, stream.call.rid)
+            ):
                 self._release([stream])
                 self._advance(stream, [], Finish.ABORT)
 
