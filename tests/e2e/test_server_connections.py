@@ -432,13 +432,41 @@ def test_without_a_tokenizer(tmp_path):
             for path, wrong in [
                 ("/generate", {"text": "x"}),
                 ("/generate", {**body, "sampling_params": {"stop": "x"}}),
-                ("/v1/completions", {"prompt": [1]}),
+                ("/generate", {**body, "sampling_params": {"stop_regex": "x"}}),
+                ("/v1/completions", {"prompt": "x"}),
+                ("/v1/completions", {"prompt": [1], "stop": "x"}),
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
                 ("/tokenize", {"prompt": "x"}),
                 ("/detokenize", {"tokens": [1]}),
             ]:
                 assert client.post(path, json=wrong).status_code == 400, path
             assert client.get("/health_generate").status_code == 200
+
+
+def test_completions_of_ids_without_a_tokenizer(tmp_path):
+    """All but text: ids in and out, counts, stop tokens, scores of prompt and output."""
+    with running(tmp_path, make_settings("nowhere", skip_tokenizer_init=True)) as server:
+        url = f"{server.url}/v1/completions"
+        body = {"prompt": [[1, 2], [3]], "max_tokens": 3, "stop_token_ids": [99]}
+        reply = httpx.post(url, json=body).json()
+        assert [c["text"] for c in reply["choices"]] == ["", ""]
+        assert [c["prompt_token_ids"] for c in reply["choices"]] == [[1, 2], [3]]
+        assert [c["token_ids"] for c in reply["choices"]] == [[97, 98, 99]] * 2
+        assert [c["matched_stop"] for c in reply["choices"]] == [99, 99]
+        assert reply["usage"]["prompt_tokens"] == 3 and reply["usage"]["completion_tokens"] == 6
+        *events, done = sse_events(httpx.post(url, json={**body, "stream": True}).text)
+        assert done == "[DONE]"
+        for index, prompt in enumerate(body["prompt"]):
+            mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
+            assert [i for c in mine for i in c.get("token_ids", ())] == [97, 98, 99]
+            assert [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c] == [prompt]
+            assert mine[-1]["finish_reason"] == "stop"
+        scored = {"prompt": [7, 8], "max_tokens": 1, "echo": True, "logprobs": 1}
+        logprobs = httpx.post(url, json=scored).json()["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["token_id:7", "token_id:8", "token_id:97"]
+        assert logprobs["top_logprobs"][1] == {"token_id:8": logprobs["token_logprobs"][1]}
+        error = httpx.post(url, json={"prompt": "x"}).json()["error"]
+        assert error["code"] == "no_tokenizer"
 
 
 def test_incremental_output_and_interval(tmp_path, tokenizer):

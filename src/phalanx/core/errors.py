@@ -31,7 +31,7 @@ class RequestError(PhalanxError):
 
     Attributes:
         message: what is wrong, naming the numbers involved.
-        status: HTTP status (400, 401, 404, 413, 503).
+        status: HTTP status (400, 401, 403, 404, 408, 413, 500, 503, 504).
         param: the request field at fault, or None.
         code: a short machine-readable cause, or None.
     """
@@ -50,9 +50,12 @@ class RequestError(PhalanxError):
         """OpenAI's error type for this status."""
         return {
             401: "authentication_error",
+            403: "permission_error",
             404: "not_found_error",
+            408: "timeout_error",
             500: "server_error",
             503: "service_unavailable_error",
+            504: "timeout_error",
         }.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, dict[str, str | None]]:

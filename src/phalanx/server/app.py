@@ -1,9 +1,8 @@
-"""The ASGI application: authorisation, then the generating routes by hand and the rest by FastAPI."""
+"""The ASGI application: access, time limits, the generating routes by hand and the rest by FastAPI."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,8 +14,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from phalanx.core.errors import RequestError
+from phalanx.server.access import Access, Headers
+from phalanx.server.errors import error_event
 from phalanx.server.openapi import describe
-from phalanx.server.response import CORS, Message, Receive, Response, Send, read_body
+from phalanx.server.response import Message, Receive, Response, Send, encode_json, read_body
 from phalanx.server.routes_generate import generate
 from phalanx.server.routes_manage import HEALTH_PATHS, build_router
 from phalanx.server.routes_openai import chat_completions, completions
@@ -26,13 +27,6 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[ApiWorker, bytes, Receive, Response], Awaitable[None]]
 
-_PREFLIGHT_HEADERS = [
-    CORS,
-    (b"access-control-allow-methods", b"GET, POST, PUT, OPTIONS"),
-    (b"access-control-allow-headers", b"*"),
-    (b"access-control-max-age", b"600"),
-    (b"content-length", b"0"),
-]
 _GENERATING: dict[str, tuple[Handler, tuple[str, ...]]] = {
     "/generate": (generate, ("POST", "PUT")),
     "/v1/chat/completions": (chat_completions, ("POST",)),
@@ -50,8 +44,8 @@ class Application:
     def __init__(self, worker: ApiWorker) -> None:
         self.worker = worker
         self._fastapi = _build_fastapi(worker)
-        key = worker.settings.server.api_key
-        self._api_key = None if key is None else key.encode()
+        self._access = Access(worker.settings.server)
+        self._timeout_s = worker.settings.server.request_timeout_s
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one HTTP request, or the lifespan."""
@@ -59,40 +53,37 @@ class Application:
             await self._fastapi(scope, receive, send)
             return
         if scope["method"] == "OPTIONS":
-            await send({"type": "http.response.start", "status": 200, "headers": _PREFLIGHT_HEADERS})
+            headers = self._access.preflight_headers(scope)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
             return
         path = scope["path"]
-        if path not in HEALTH_PATHS and not self._is_authorised(scope):
-            response = Response(send)
-            response.write_error(
-                RequestError("a valid API key is required", status=401, code="invalid_api_key")
-            )
+        headers = self._access.cors_headers(scope)
+        try:
+            self._access.check_origin(scope)
+            if path not in HEALTH_PATHS:
+                self._access.check_key(scope)
+        except RequestError as error:
+            response = Response(send, headers)
+            response.write_error(error)
             await response.finished()
-        elif path in _GENERATING:
-            await self._generate(scope, receive, send)
+            return
+        if path in _GENERATING:
+            await self._generate(scope, receive, send, headers)
         else:
-            await self._fastapi(scope, receive, _with_cors(send))
+            await self._fastapi(scope, receive, _with_headers(send, headers))
 
-    def _is_authorised(self, scope: dict[str, Any]) -> bool:
-        if self._api_key is None:
-            return True
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, token = value.partition(b" ")
-                return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._api_key)
-        return False
-
-    async def _generate(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def _generate(self, scope: dict[str, Any], receive: Receive, send: Send, headers: Headers) -> None:
         handler, methods = _GENERATING[scope["path"]]
-        response = Response(send)
+        response = Response(send, headers)
         try:
             if scope["method"] not in methods:
                 raise RequestError(f"use {' or '.join(methods)}", status=405)
             self.worker.engine.require_alive()
-            body = await read_body(receive, self.worker.settings.server.max_body_bytes)
-            if body is not None:
-                await handler(self.worker, body, receive, response)
+            if self._timeout_s is None:
+                await self._handle(handler, receive, response)
+            elif not await self._handle_in_time(handler, receive, response, send, headers):
+                return
         except RequestError as error:
             response.write_error(error)
         except asyncio.CancelledError:
@@ -102,14 +93,51 @@ class Application:
             response.write_error(RequestError("internal error", status=500))
         await response.finished()
 
+    async def _handle(self, handler: Handler, receive: Receive, response: Response) -> None:
+        body = await read_body(receive, self.worker.settings.server.max_body_bytes)
+        if body is not None:
+            await handler(self.worker, body, receive, response)
 
-def _with_cors(send: Send) -> Send:
-    async def send_with_cors(message: Message) -> None:
+    async def _handle_in_time(
+        self, handler: Handler, receive: Receive, response: Response, send: Send, headers: Headers
+    ) -> bool:
+        """Serve the request and return True, or end it with an error when its time is over."""
+        has_body = False
+
+        async def receive_and_note() -> Message:
+            nonlocal has_body
+            message = await receive()
+            has_body = has_body or not message.get("more_body", False)
+            return message
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._handle(handler, receive_and_note, response)
+            return True
+        except TimeoutError:
+            status, what = (504, "was not answered") if has_body else (408, "did not arrive")
+            error = RequestError(f"the request {what} within {self._timeout_s:g} s", status=status)
+            if response.blocked:  # the client reads nothing: leaving without an end closes the connection
+                return False
+            # One more response on the same connection: the call that was cut off has closed the first.
+            late = Response(send, headers if has_body else [*headers, (b"connection", b"close")])
+            if response.started:
+                late.started = True
+                event = encode_json(error_event(status, error.message))
+                late.write_event(b"data: " + event + b"\n\n", more=False)
+            else:
+                late.write_error(error)
+            await late.finished()
+            return False
+
+
+def _with_headers(send: Send, headers: Headers) -> Send:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), CORS]
+            message["headers"] = [*message.get("headers", []), *headers]
         await send(message)
 
-    return send_with_cors
+    return send_with_headers
 
 
 def _build_fastapi(worker: ApiWorker) -> FastAPI:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import PurePath
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ def model_info(worker: ApiWorker) -> dict[str, Any]:
     settings = worker.settings
     return {
         "model_path": settings.source.name,
-        "tokenizer_path": settings.source.tokenizer_path,
+        "tokenizer_path": PurePath(settings.source.tokenizer_path).name,
         "served_model_name": settings.server.served_model_name,
         "is_generation": True,
         "weight_version": WEIGHT_VERSION,
@@ -48,8 +49,14 @@ def model_info(worker: ApiWorker) -> dict[str, Any]:
 
 
 def server_info(worker: ApiWorker, stats: dict[str, Any]) -> dict[str, Any]:
-    """Every settled setting, flat under SGLang's names and nested as it is kept; the engine's counters."""
+    """Every settled setting, flat under SGLang's names and nested as it is kept; the engine's counters.
+
+    Of files only the names are told: where they lie on the server is nobody's business.
+    """
     groups: dict[str, Any] = msgspec.to_builtins(worker.settings)
+    for group, name in (("source", "path"), ("source", "tokenizer_path"), ("server", "chat_template")):
+        if groups[group][name] is not None:
+            groups[group][name] = PurePath(groups[group][name]).name
     if groups["server"]["api_key"] is not None:
         groups["server"]["api_key"] = _HIDDEN
     flat: dict[str, Any] = {}

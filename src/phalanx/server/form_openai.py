@@ -142,8 +142,9 @@ class OpenAIForm:
         return b"".join(parts)
 
     def _chunk(self, stream: OutputStream, choice: dict[str, Any]) -> bytes:
-        if self._with_ids and not stream.has_started and "token_ids" not in choice:
+        if self._with_ids and not stream.has_told_prompt:
             choice["prompt_token_ids"] = stream.request.input_ids.tolist()
+            stream.has_told_prompt = True
         if self._usage.in_every_chunk:
             return self._envelope.chunk(choices=[choice], usage=self._usage.of((stream,)))
         return self._envelope.chunk(choices=[choice])
@@ -235,11 +236,12 @@ class CompletionChoices:
 
     def whole(self, stream: OutputStream) -> dict[str, Any]:
         """Prompt, if echoed, and text."""
-        logprobs = None
-        if stream.logprobs is not None:
-            logprobs = self._prompt_logprobs(stream) if self._prompts is not None else None
-            output = self._output_logprobs(stream, 0)
-            logprobs = output if logprobs is None else {k: logprobs[k] + output[k] for k in output}
+        logprobs = self._prompt_logprobs(stream) if self._prompts is not None else None
+        output = self._output_logprobs(stream, 0)
+        if logprobs is None or output is None:
+            logprobs = output
+        else:
+            logprobs = {name: logprobs[name] + output[name] for name in output}
         prompt = "" if self._prompts is None else self._prompts[stream.index]
         text = prompt + (stream.text.output_text or "")
         return _choice(stream, text=text, logprobs=logprobs, **_ending(stream))
@@ -267,8 +269,9 @@ class CompletionChoices:
         skips_special = stream.request.sampling.skip_special_tokens
         return self._texts.num_chars(token_id, skips_special=skips_special)
 
-    def _output_logprobs(self, stream: OutputStream, start: int) -> dict[str, Any]:
-        assert stream.logprobs is not None
+    def _output_logprobs(self, stream: OutputStream, start: int) -> dict[str, Any] | None:
+        if stream.logprobs is None:
+            return None
         return self._columns(stream, stream.logprobs.output, start, stream.num_output_tokens)
 
     def _columns(self, stream: OutputStream, log: Positions, start: int, end: int) -> dict[str, Any]:

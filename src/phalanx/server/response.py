@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,18 +23,19 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 
-CORS = (b"access-control-allow-origin", b"*")
-JSON_HEADERS = [(b"content-type", b"application/json"), CORS]
+JSON_HEADERS = [(b"content-type", b"application/json")]
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-    CORS,
 ]
 
 
 class Response:
     """One response in the making.
+
+    Args:
+        headers: sent with it, whatever it becomes.
 
     Attributes:
         started: the status line is sent, so an error can only be told inside the body.
@@ -42,10 +43,11 @@ class Response:
         ended: complete, or the client is gone; writes do nothing.
     """
 
-    __slots__ = ("_send", "_task", "blocked", "ended", "on_writable", "started")
+    __slots__ = ("_headers", "_send", "_task", "blocked", "ended", "on_writable", "started")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._send = send
+        self._headers = headers
         self._task: asyncio.Task[None] | None = None
         self.started = False
         self.blocked = False
@@ -62,14 +64,14 @@ class Response:
             self._drive(self._send(message))
         else:
             self.started = True
-            self._drive(self._send_both(200, SSE_HEADERS, message))
+            self._drive(self._send_both(200, [*SSE_HEADERS, *self._headers], message))
 
     def write_whole(self, status: int, body: bytes) -> None:
         """Send a complete JSON response, if none has been started."""
         if self.ended or self.started:
             return
         self.started = self.ended = True
-        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+        headers = [*JSON_HEADERS, *self._headers, (b"content-length", str(len(body)).encode())]
         message = {"type": "http.response.body", "body": body, "more_body": False}
         self._drive(self._send_both(status, headers, message))
 

@@ -214,5 +214,12 @@ def _add_management(router: APIRouter, worker: ApiWorker) -> None:
 
 
 async def _body(request: Request, worker: ApiWorker) -> bytes:
-    raw = await read_body(request.receive, worker.settings.server.max_body_bytes)
+    server = worker.settings.server
+    try:
+        async with asyncio.timeout(server.request_timeout_s):
+            raw = await read_body(request.receive, server.max_body_bytes)
+    except TimeoutError:
+        raise RequestError(
+            f"the request did not arrive within {server.request_timeout_s:g} s", status=408
+        ) from None
     return b"" if raw is None else raw

@@ -26,6 +26,7 @@ class OutputStream:
         unsent_text: text since the last chunk.
         error: (HTTP status, message) if it failed.
         has_started: a chunk of it was written.
+        has_told_prompt: a chunk told the ids of its prompt.
         text_offset: characters of its tokens told so far, for completions' log-probabilities.
         head, prefix, sent_json, sent_ids_json: bytes that its form puts into every event.
     """
@@ -42,6 +43,7 @@ class OutputStream:
     finish: FinishReason | None = None
     error: tuple[int, str] | None = None
     has_started: bool = False
+    has_told_prompt: bool = False
     text_offset: int = 0
     head: bytes = b""
     prefix: bytes = b""

@@ -65,7 +65,8 @@ class ApiWorker:
         """The tokenizer, or a 400 if the server runs without one."""
         if self.tokenizer is None:
             raise RequestError(
-                "this server runs with skip_tokenizer_init and knows no text: use /generate with input_ids",
+                "this server runs with skip_tokenizer_init and knows no text: give token ids to /generate or "
+                "/v1/completions",
                 code="no_tokenizer",
             )
         return self.tokenizer

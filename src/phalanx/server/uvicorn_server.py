@@ -8,8 +8,8 @@ import socket
 import time
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from phalanx.server.http_limits import LimitedProtocol
 from phalanx.server.state import ApiWorker
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _POLL_S = 0.1
 _LAST_BYTES_S = 5.0  # how long a client may take to read the rest of an answer
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(LimitedProtocol):
     """One connection."""
 
     def shutdown(self) -> None:
