@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -399,6 +401,35 @@ def test_bad_arguments_are_named():
     fails(ValueError, "backend must be one of auto, naive, torch, triton, got 'cuda'", table, rows, lens,
           backend="cuda")  # fmt: skip
     fails(ValueError, "page_kernel_lens is on meta", table, rows, lens.to("meta"))
+
+
+def test_the_examples_of_the_guide_run():
+    """docs/kv-indices.md: its code, on the tables of its picture."""
+    guide = (Path(__file__).parents[2] / "docs" / "kv-indices.md").read_text()
+    call, prepare, loop = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    table = torch.full((5, 6), 99, dtype=torch.int32, device=DEVICE)
+    for row, slots in {1: [40, 41, 7, 8, 9], 2: [12, 13, 90], 4: [55, 21]}.items():
+        table[row, : len(slots)] = torch.tensor(slots)
+    rows, lens = vectors([2, 1, 3, 4], [3, 5, 0, 2])
+    names = {"req_to_token": table, "req_pool_indices": rows, "page_kernel_lens": lens}
+    exec(call, names)
+    assert names["kv_indptr"].tolist() == [0, 3, 8, 8, 10]
+    assert names["kv_indices"].tolist() == [12, 13, 90, 40, 41, 7, 8, 9, 55, 21]
+
+    names |= {"torch": torch, "rows": rows, "lens": lens}
+    exec(loop, names)
+    swap = re.search(r"`(create_kv_indices\(req_to_token, rows, lens, total=sum_of_lens\))`", guide)[1]
+    _, kv_indices = eval(swap, names | {"sum_of_lens": 10})
+    assert torch.equal(kv_indices, names["kv_indices"])
+
+    granted = torch.arange(5, dtype=torch.int32, device=DEVICE)[:, None] + torch.tensor(
+        [10, 20, 30], device=DEVICE
+    )
+    (rows, num_live, seq_lens) = vectors([2, 1, 0, 4], [4], [0, 5, 3, 0, 2])
+    names |= {"rows": rows, "num_live": num_live, "seq_lens": seq_lens, "granted_pages": granted.int()}
+    exec(prepare, names | {"bucket": 4, "capacity": 24, "device": DEVICE, "page_size": 2})
+    assert seq_lens.tolist() == [0, 6, 4, 0, 3]
+    assert table[2, 3] == (20 + 2) * 2 + 1 and table[1, 5] == (30 + 1) * 2 + 1 and table[4, 2] == (20 + 4) * 2
 
 
 def test_triton_on_cpu_tensors_is_refused(monkeypatch):

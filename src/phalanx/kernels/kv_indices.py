@@ -138,6 +138,8 @@ def _create_torch(
     dense = torch.zeros(len(rows) + 1, dtype=torch.int64, device=table.device)
     torch.cumsum(counts, 0, out=dense[1:])
     total = int(dense[-1])
+    if total < 0:
+        raise ValueError("page_kernel_lens has a negative length (check=True names the request)")
     if total > _MAX_TOTAL:
         raise ValueError(f"page_kernel_lens sum to {total} entries, kv_indptr (int32) holds {_MAX_TOTAL}")
     first = rows.long() * table.stride(0)
