@@ -604,14 +604,40 @@ def test_abort_request(client, engine):
     body = {"text": "x", "stream": True, "rid": "job-1", "sampling_params": {"max_new_tokens": 50}}
     error_of(client.post("/abort_request", json={}), 400, "rid")
     assert client.post("/abort_request", json={"rid": "nobody"}).status_code == 200
-    for order in ({"rid": "job-"}, {"abort_all": True}):
+    for order in ({"rid": "job-1"}, {"abort_all": True}):
         with client.stream("POST", "/generate", json=body) as reply:
             lines = reply.iter_lines()
             assert next(lines)
+            assert client.post("/abort_request", json={"rid": "job-"}).status_code == 200  # another's name
+            assert not engine.aborted or order == {"abort_all": True}
             assert client.post("/abort_request", json=order).status_code == 200
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"type":"abort"' in rest[-2] and '"text":"ab"' in rest[-2]
     wait_until(lambda: len(engine.aborted) == 2, "aborts in the engine")
+
+
+@pytest.mark.parametrize(
+    ("fields", "order", "num_ended"),
+    [
+        ({"text": ["x", "y"]}, "job", 4),
+        ({"text": ["x", "y"]}, "job_1", 2),
+        ({"text": ["x", "y"]}, "job_1_0", 1),
+        ({"text": ["x", "y"], "rid": ["a", "b"]}, "b", 2),
+        ({"text": ["x", "y"]}, "job_", 0),
+    ],
+)
+def test_abort_names_a_request_a_prompt_or_a_sequence(client, engine, fields, order, num_ended):
+    engine.budget = 1
+    body = {"rid": "job", "stream": True, "sampling_params": {"max_new_tokens": 3, "n": 2}, **fields}
+    with client.stream("POST", "/generate", json=body) as reply:
+        lines = reply.iter_lines()
+        assert next(lines)
+        assert client.post("/abort_request", json={"rid": order}).status_code == 200
+        engine.budget = None
+        events = [line for line in lines if line]
+    assert sum('"type":"abort"' in event for event in events) == num_ended
+    assert sum('"type":"length"' in event for event in events) == 4 - num_ended
+    assert events[-1] == "data: [DONE]"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
