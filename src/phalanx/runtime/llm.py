@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from phalanx.config.cli import add_model_arguments
 from phalanx.core.errors import RequestError
-from phalanx.core.request import LogprobParams
+from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.settle import Settler
 from phalanx.runtime.build import build_worker
@@ -115,27 +117,37 @@ class LLM:
             raise RequestError(
                 "stop strings need a tokenizer, but skip_tokenizer_init was asked for", param="stop"
             )
+        gc_was_on = gc.isenabled()
+        gc.disable()  # a full collection takes 0.1 s with thousands of live requests and would stall a step
+        try:
+            return self._generate(texts, ids, samplings, logprobs, progress)
+        finally:
+            if gc_was_on:
+                gc.enable()
+
+    def _generate(
+        self,
+        texts: list[str | None],
+        ids: list[Any],
+        samplings: list[SamplingParams],
+        logprobs: LogprobParams | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
         requests, owners = [], []
         for i, (prompt_ids, sampling) in enumerate(zip(ids, samplings, strict=True)):
             streams = range(len(owners), len(owners) + sampling.n)
             requests += self._settler.settle(streams, prompt_ids, sampling, logprobs)
             owners += [i] * sampling.n
         collector = Collector([r.sampling for r in requests], self._detokenizer)
-        gc_was_on = gc.isenabled()
-        gc.disable()  # a full collection takes 0.1 s with thousands of live requests and would stall a step
         try:
-            for request in requests:
-                self._worker.add(request)
-            self._run(collector, len(requests), progress)
+            self._run(requests, collector, progress)
         finally:
             self._worker.abort(collector.unfinished())
             self._worker.pending_outputs()
             while self._worker.busy:
                 self._worker.step()
-            if gc_was_on:
-                gc.enable()
         results = [
-            RequestOutput(prompt=text, prompt_token_ids=list(map(int, prompt)), outputs=[])
+            RequestOutput(prompt=text, prompt_token_ids=_plain_list(prompt), outputs=[])
             for text, prompt in zip(texts, ids, strict=True)
         ]
         for stream, (owner, completion) in enumerate(zip(owners, collector.completions(), strict=True)):
@@ -157,14 +169,18 @@ class LLM:
         many = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([self.tokenizer.apply_chat_template(list(m)) for m in many], params, **options)
 
-    def _run(self, collector: Collector, total: int, progress: bool) -> None:
+    def _run(self, requests: list[EngineRequest], collector: Collector, progress: bool) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, disable=not progress, transient=True) as bar:
+            total = len(requests)
             task = bar.add_task("", total=total)
             shown = 0
+            slices = iter(_step_slices(requests, self.settings.scheduler.max_prefill_tokens))
             while collector.num_finished < total:
+                for request in next(slices, ()):  # the others are queued while the first ones run
+                    self._worker.add(request)
                 for outputs in self._worker.step():
                     stopped = collector.push(outputs)
                     if stopped:
@@ -182,6 +198,23 @@ class LLM:
             raise RequestError("text prompts need a tokenizer, but skip_tokenizer_init was asked for")
         encoded = iter(self.tokenizer.encode_batch(wanted) if wanted and self.tokenizer else [])
         return texts, [next(encoded) if isinstance(p, str) else p for p in prompts]
+
+
+def _step_slices(requests: list[EngineRequest], num_tokens: int) -> Iterator[list[EngineRequest]]:
+    """Cut requests into runs of at least `num_tokens` prompt tokens each: what one step can take, or more.
+
+    With one run added before each step, a step finds as much as if all were queued from the start.
+    """
+    first, size = 0, 0
+    for i, request in enumerate(requests, 1):
+        size += len(request.input_ids)
+        if size >= num_tokens or i == len(requests):
+            yield requests[first:i]
+            first, size = i, 0
+
+
+def _plain_list(ids: Any) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(map(int, ids))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

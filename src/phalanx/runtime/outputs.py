@@ -12,6 +12,14 @@ from phalanx.core.step import Finish, StepOutputs
 from phalanx.text.detokenizer import Detokenizer
 from phalanx.text.output import FinishReason, TextStream
 
+_UINT16_RANGE = 1 << 16
+_REASONS = {
+    Finish.STOP: FinishReason("stop"),
+    Finish.LENGTH: FinishReason("length"),
+    Finish.ABORT: FinishReason("abort"),
+    Finish.ERROR: FinishReason("error"),
+}
+
 
 @dataclass(slots=True)
 class Completion:
@@ -108,27 +116,45 @@ class Collector:
         """All streams, in order. Call once, after all have ended."""
         ids = np.concatenate(self._ids) if self._ids else np.empty(0, np.int64)
         tokens = np.concatenate(self._tokens) if self._tokens else np.empty(0, np.int32)
-        order = np.argsort(ids, kind="stable")
-        bounds = np.searchsorted(ids[order], np.arange(1, len(self._samplings)))
-        per_stream = np.split(tokens[order], bounds)
-        return [self._completion(i, part.tolist()) for i, part in enumerate(per_stream)]
+        num_streams = len(self._samplings)
+        counts = np.bincount(ids, minlength=num_streams)
+        if num_streams <= _UINT16_RANGE:
+            ids = ids.astype(np.uint16)  # for which NumPy has a radix sort, several times as fast
+        flat = tokens[np.argsort(ids, kind="stable")].tolist()
+        ends = np.cumsum(counts)
+        spans = zip((ends - counts).tolist(), ends.tolist(), strict=True)
+        finish = map(Finish, self._finish.tolist())
+        build = self._completion if self._detokenizer is not None else self._ids_completion
+        return [build(i, flat[a:b], f) for i, ((a, b), f) in enumerate(zip(spans, finish, strict=True))]
 
     def prompt_logprobs(self, stream: int) -> list[PositionLogprobs]:
         """Prompt log-probabilities of a stream that asked for them."""
         return self._prompt_logprobs.get(stream, [])
 
-    def _completion(self, stream: int, tokens: list[int]) -> Completion:
+    def _ids_completion(self, stream: int, tokens: list[int], finish: Finish) -> Completion:
+        """Without a tokenizer there is no text, and no stop string: every token counts."""
+        matched = tokens[-1] if finish == Finish.STOP and tokens else None
+        return Completion(
+            index=0,
+            text=None,
+            token_ids=tokens,
+            finish_reason=_REASONS[finish] if matched is None else FinishReason("stop", matched),
+            logprobs=self._logprobs.get(stream),
+            error=self._errors.get(stream),
+        )
+
+    def _completion(self, stream: int, tokens: list[int], finish: Finish) -> Completion:
         text_stream = self._by_text.get(stream)
         if text_stream is None:
             text_stream = TextStream(self._detokenizer, self._samplings[stream])
-            text_stream.push(tokens, Finish(int(self._finish[stream])))
+            text_stream.push(tokens, finish)
         reason = text_stream.finish_reason
         assert reason is not None
         kept = list(text_stream.output_ids)
         logprobs = self._logprobs.get(stream)
         return Completion(
             index=0,
-            text=None if self._detokenizer is None else text_stream.output_text,
+            text=text_stream.output_text,
             token_ids=kept,
             finish_reason=reason,
             logprobs=None if logprobs is None else logprobs[: len(kept)],

@@ -128,7 +128,7 @@ class StepTimer:
         self._mark = now
 
     def launched(self, num_decode: int, inside: LaunchTimes | None) -> None:
-        """It is launched. num_decode: its decode rows. inside: what the engine says of its launch, if it does."""
+        """It is launched. num_decode: its decode rows. inside: what the engine says of it, if it does."""
         now = time.perf_counter_ns()
         prepared_at = now
         if inside is not None:
