@@ -1,0 +1,234 @@
+"""The engine process's loop between a real scheduler with the null engine and a channel in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from phalanx.core.request import WORKER_SHIFT, EngineRequest
+from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.step import Finish, StepOutputs
+from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
+from phalanx.runtime.build import build_worker
+from phalanx.runtime.engine_process import EngineLoop
+from phalanx.runtime.inproc_channel import InprocChannel
+from tests.e2e.server_harness import make_settings
+
+CONTEXT = 64
+
+
+def settings():
+    base = make_settings("dummy", api_workers=2)
+    engine = msgspec.structs.replace(base.engine, device="null", null_step_ms=1.0)
+    return msgspec.structs.replace(base, engine=engine)
+
+
+class Side:
+    """One API worker's view: messages out, and what came back by stream."""
+
+    def __init__(self, end):
+        self.end = end
+        self.replies = {}
+        self.ready = []
+        self.tokens: dict[int, int] = {}
+        self.finish: dict[int, Finish] = {}
+        self.errors: dict[int, tuple[int, str]] = {}
+
+    def send(self, *messages):
+        for message in messages:
+            self.end.send(message)
+
+    def submit(self, number, rid=None, tokens=3, prompt_len=2):
+        stream = self.end.worker_id << WORKER_SHIFT | number
+        sampling = SamplingParams(max_new_tokens=tokens, sampling_seed=number, ignore_eos=True)
+        self.send(Submit((EngineRequest(stream, np.ones(prompt_len, np.int32), sampling, rid=rid),)))
+        return stream
+
+    def pump(self, timeout_ms=20):
+        for message in self.end.recv(timeout_ms):
+            if isinstance(message, StepOutputs):
+                for stream, status, text in message.errors:
+                    self.errors[stream] = status, text
+                rows = zip(
+                    message.stream_ids.tolist(), message.tokens.tolist(), message.finish.tolist(), strict=True
+                )
+                for stream, token, finish in rows:
+                    assert stream not in self.finish, "a stream says something after its end"
+                    self.tokens[stream] = self.tokens.get(stream, 0) + (token >= 0)
+                    if finish:
+                        self.finish[stream] = Finish(finish)
+            elif isinstance(message, ControlReply):
+                self.replies[message.id] = message
+            elif isinstance(message, EngineReady):
+                self.ready.append(message.info)
+
+    def wait(self, condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            self.pump()
+
+    def ask(self, number, op, args=None):
+        self.send(Control(number, op, args or {}))
+        self.wait(lambda: number in self.replies)
+        return self.replies[number]
+
+    def pages_held(self, number):
+        return self.ask(number, "stats").data["pages_held"]
+
+
+class Running:
+    def __init__(self):
+        self.channel = InprocChannel(2)
+        worker, info = build_worker(settings(), progress=False)
+        self.scheduler = worker.scheduler
+        self.loop = EngineLoop(worker, self.channel.engine, settings(), info)
+        self.sides = [Side(end) for end in self.channel.workers]
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+
+    def start(self):
+        self.thread.start()
+
+
+@contextlib.contextmanager
+def running(start=True):
+    one = Running()
+    if start:
+        one.start()
+    try:
+        yield one
+    finally:
+        one.loop.stop()
+        one.thread.join(10)
+        assert not one.thread.is_alive()
+        one.scheduler.check()
+
+
+def test_hello_is_answered_with_the_facts():
+    with running() as one:
+        a, b = one.sides
+        b.send(Control(5, "hello"))
+        b.wait(lambda: b.ready and 5 in b.replies)
+        assert b.ready[0]["max_request_tokens"] == CONTEXT and b.ready[0]["started_at_s"] <= time.time()
+        a.pump()
+        assert not a.ready
+
+
+def test_a_name_in_use_is_refused_whichever_worker_has_it_and_free_again_afterwards():
+    with running() as one:
+        a, b = one.sides
+        first = a.submit(1, rid="x", tokens=60)
+        a.wait(lambda: a.tokens.get(first))
+        second = b.submit(1, rid="x")
+        third = a.submit(2, rid="x")
+        other = b.submit(2, rid="y")
+        b.wait(lambda: second in b.finish and other in b.finish)
+        a.wait(lambda: third in a.finish)
+        assert b.errors[second] == a.errors[third] == (400, "the request id 'x' is in use")
+        assert b.finish[other] == Finish.LENGTH and other not in b.errors
+        a.wait(lambda: first in a.finish)
+        assert a.tokens[first] == 60 and a.finish[first] == Finish.LENGTH
+        again = b.submit(3, rid="x")
+        b.wait(lambda: again in b.finish)
+        assert b.finish[again] == Finish.LENGTH and b.tokens[again] == 3
+
+
+def test_a_name_is_free_after_every_kind_of_end():
+    with running() as one:
+        a, _ = one.sides
+        for number in range(3):  # aborted while it runs
+            stream = a.submit(number, rid="x", tokens=60)
+            a.wait(lambda stream=stream: a.tokens.get(stream))
+            a.send(Abort((stream,)))
+            a.wait(lambda stream=stream: stream in a.finish)
+            assert a.finish[stream] == Finish.ABORT
+        stream = a.submit(10, rid="x", prompt_len=CONTEXT + 5)  # refused by the scheduler
+        a.wait(lambda: stream in a.finish)
+        assert a.errors[stream][0] == 400 and "in use" not in a.errors[stream][1]
+        stream = a.submit(11, rid="x")
+        a.wait(lambda: stream in a.finish)
+        assert a.finish[stream] == Finish.LENGTH
+
+
+def test_an_end_that_is_read_after_the_next_request_of_that_name_counts():
+    """Two workers' messages are read in any order."""
+    with running(start=False) as one:
+        a, b = one.sides
+        first, second = 1, 1 << WORKER_SHIFT | 1
+        a.send(Submit((request(first, "x"),)))
+        b.send(Submit((request(second, "x"),)))
+        third = b.submit(2, rid="x")
+        a.send(Abort((first,)))
+        one.start()
+        b.wait(lambda: second in b.finish and third in b.finish)
+        a.wait(lambda: first in a.finish)
+        assert a.finish[first] == Finish.ABORT
+        assert b.finish[second] == Finish.LENGTH and second not in b.errors
+        assert b.errors[third] == (400, "the request id 'x' is in use")
+
+
+def request(stream, rid):
+    sampling = SamplingParams(max_new_tokens=3, sampling_seed=0, ignore_eos=True)
+    return EngineRequest(stream, np.array([1], np.int32), sampling, rid=rid)
+
+
+def test_a_workers_end_aborts_its_requests_alone():
+    with running() as one:
+        a, b = one.sides
+        mine = [a.submit(i, rid=f"a{i}", tokens=60) for i in range(5)]
+        other = b.submit(0, tokens=60)
+        a.wait(lambda: all(a.tokens.get(s) for s in mine))
+        b.send(Control(0, "worker_ended", {"worker": 0}))
+        b.wait(lambda: other in b.finish)
+        a.wait(lambda: all(s in a.finish for s in mine))
+        assert {a.finish[s] for s in mine} == {Finish.ABORT}
+        assert b.finish[other] == Finish.LENGTH and b.tokens[other] == 60
+        assert b.pages_held(1) == 0
+        again = b.submit(1, rid="a0")
+        b.wait(lambda: again in b.finish)
+        assert b.finish[again] == Finish.LENGTH
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
+def test_pause(mode):
+    with running() as one:
+        a, b = one.sides
+        before = a.submit(1, tokens=60)
+        a.wait(lambda: a.tokens.get(before, 0) > 3)
+        assert b.ask(1, "pause", {"mode": mode}).ok
+        a.pump()
+        told = a.tokens[before]
+        during = b.submit(2)
+        gone = b.submit(3, rid="gone")
+        stats = b.ask(2, "stats").data
+        assert stats["paused"] and stats["queued"] == 2 and stats["steps_in_flight"] == 0
+        assert stats["running"] == (mode == "in_place")
+        b.send(Abort((gone,)))
+        b.wait(lambda: gone in b.finish)
+        assert b.ask(3, "ping").ok and not b.ask(4, "flush_cache").ok
+        for _ in range(5):
+            a.pump()
+            b.pump()
+        assert a.tokens[before] == told and during not in b.tokens
+        if mode == "abort":
+            assert a.finish[before] == Finish.ABORT
+        assert a.ask(5, "continue").ok
+        b.wait(lambda: during in b.finish)
+        assert b.finish[during] == Finish.LENGTH and b.tokens[during] == 3
+        a.wait(lambda: before in a.finish)
+        assert a.tokens[before] == (60 if mode == "in_place" else told)
+        assert not b.ask(6, "stats").data["paused"]
+
+
+def test_unknown_modes_and_operations_are_refused():
+    with running() as one:
+        a, _ = one.sides
+        assert a.ask(1, "pause", {"mode": "retract"}).data == {"message": "unknown mode 'retract'"}
+        assert not a.ask(2, "dance").ok
+        stream = a.submit(1)
+        a.wait(lambda: stream in a.finish)  # and it does not pause
