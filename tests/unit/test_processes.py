@@ -1,0 +1,269 @@
+"""The launcher's and the processes' small parts: worker pool, run directories, watchdog, collections, lag."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+import time
+import weakref
+
+import pytest
+
+from phalanx.core.errors import ConfigError
+from phalanx.runtime import collector, launch, workers
+from phalanx.runtime.collector import IdleCollector, PauseMeter
+from phalanx.runtime.run_dir import remove_stale, run_directory
+from phalanx.runtime.workers import WorkerPool
+from phalanx.server.housekeeping import Histogram, Housekeeper
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Process:
+    def __init__(self):
+        self.returncode = None
+
+    def poll(self):
+        return self.returncode
+
+
+class Pool:
+    """A pool of processes that end when told to, and a clock."""
+
+    def __init__(self, monkeypatch, count):
+        self.clock = Clock()
+        monkeypatch.setattr(workers, "time", self.clock)
+        self.started: list[tuple[int, int, Process]] = []
+        self.dead: list[int] = []
+        self.pool = WorkerPool(count, self.start, self.dead.append)
+
+    def start(self, slot, number):
+        process = Process()
+        self.started.append((slot, number, process))
+        return process
+
+    def live(self):
+        return [(slot, number) for slot, number, process in self.started if process.returncode is None]
+
+    def kill(self, slot):
+        next(p for s, _, p in self.started if s == slot and p.returncode is None).returncode = -9
+
+    def after(self, seconds):
+        self.clock.now += seconds
+        return self.pool.check()
+
+
+def test_a_dead_worker_is_told_of_and_replaced_under_a_new_number(monkeypatch):
+    pool = Pool(monkeypatch, 2)
+    assert pool.live() == [(0, 0), (1, 1)] and pool.after(1) is None
+    pool.kill(0)
+    assert pool.after(0) is None and pool.dead == [0] and pool.live() == [(1, 1)]
+    assert pool.after(0.05) is None and len(pool.started) == 2
+    assert pool.after(0.06) is None and pool.live() == [(1, 1), (0, 2)]
+    pool.kill(1)
+    pool.after(0)
+    pool.after(1)
+    assert pool.dead == [0, 1] and pool.live() == [(0, 2), (1, 3)]
+    pool.kill(0)
+    pool.kill(1)
+    pool.after(0)
+    assert pool.dead == [0, 1, 2, 3]
+    assert len(pool.pool.processes) == 2
+
+
+def test_a_worker_that_keeps_dying_is_waited_for_longer_and_given_up(monkeypatch):
+    pool = Pool(monkeypatch, 2)
+    waits = []
+    for _ in range(5):
+        pool.kill(0)
+        assert pool.after(1) is None
+        died_s = pool.clock.now
+        while (0, pool.started[-1][1]) not in pool.live():
+            assert pool.after(0.1) is None
+        waits.append(round(pool.clock.now - died_s, 1))
+    assert waits == sorted(waits) and waits[0] <= 0.2 and waits[-1] >= 1.5
+    pool.kill(0)
+    assert pool.after(1) == -9
+
+
+def test_deaths_far_apart_are_not_added_up(monkeypatch):
+    pool = Pool(monkeypatch, 1)
+    for _ in range(20):
+        pool.kill(0)
+        assert pool.after(31) is None
+        assert pool.after(0.2) is None
+        assert len(pool.live()) == 1
+
+
+def test_run_directory_is_private_and_removed(tmp_path):
+    with run_directory(tmp_path) as path:
+        assert path.parent == tmp_path and path.stat().st_mode & 0o777 == 0o700
+        (path / "engine.ipc").touch()
+        assert remove_stale(tmp_path) == 0 and path.exists()
+        with run_directory(tmp_path) as other:
+            assert path.exists() and other != path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_launcher_left_is_removed_at_the_next_start(tmp_path):
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from phalanx.runtime.run_dir import run_directory\n"
+        "with run_directory(Path(sys.argv[1])) as path:\n"
+        "    (path / 'engine.ipc').touch()\n    print('there', flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+        (left,) = tmp_path.iterdir()
+        assert remove_stale(tmp_path) == 0 and left.exists()
+        process.kill()
+        process.wait()
+    with run_directory(tmp_path) as path:
+        assert list(tmp_path.iterdir()) == [path] and path != left
+
+
+def test_stale_removal_touches_nothing_else(tmp_path):
+    (tmp_path / "phalanx-notes").mkdir()
+    (tmp_path / "phalanx-run-file").write_text("x")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "phalanx-run-link").symlink_to(elsewhere)
+    locked = tmp_path / "phalanx-run-locked"
+    locked.mkdir()
+    lock = os.open(locked, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert remove_stale(tmp_path) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    os.close(lock)
+    assert remove_stale(tmp_path) == 1 and not locked.exists()
+
+
+def test_watchdog_ends_a_process_that_does_not_turn_even_with_the_lock_held():
+    code = (
+        "import ctypes, time\nfrom phalanx.runtime.watchdog import Watchdog\n"
+        "dog = Watchdog(2.0)\n"
+        "for _ in range(25):\n    dog.alive()\n    time.sleep(0.1)\n"
+        "print('turned', flush=True)\n"
+        "ctypes.PyDLL(None).sleep(60)\n"  # PyDLL keeps the interpreter's lock
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and done.stdout == "turned\n"
+    assert "Timeout" in done.stderr and 'File "<string>", line 8' in done.stderr
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.3])
+def test_watchdog_that_is_off_or_closed_never_fires(timeout_s):
+    code = (
+        "import sys, time\nfrom phalanx.runtime.watchdog import Watchdog\n"
+        "dog = Watchdog(float(sys.argv[1]))\ndog.alive()\ndog.close()\ntime.sleep(0.8)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(timeout_s)], check=True, timeout=30)
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+@pytest.fixture
+def manual_gc():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_garbage_is_collected_at_idle_and_only_then(monkeypatch, manual_gc):
+    clock = Clock()
+    monkeypatch.setattr(collector, "time", clock)
+    idle = IdleCollector()
+    seen = weakref.ref(Cycle())
+    idle.worked()
+    clock.now += 0.5
+    idle.idle()
+    assert seen() is not None
+    clock.now += 0.6
+    idle.idle()
+    assert seen() is None
+    seen = weakref.ref(Cycle())
+    clock.now += 100
+    idle.idle()  # nothing was done since: the heap is not walked again and again
+    assert seen() is not None
+    idle.worked()
+    assert seen() is None  # long due
+
+
+def test_a_process_that_is_never_idle_collects_too(monkeypatch, manual_gc):
+    clock = Clock()
+    monkeypatch.setattr(collector, "time", clock)
+    asked = []
+    monkeypatch.setattr(collector.gc, "collect", asked.append)
+    busy = IdleCollector()
+    for _ in range(1800):
+        clock.now += 1
+        busy.worked()
+    assert asked.count(2) == 2 and 50 <= asked.count(1) <= 60 and set(asked) == {1, 2}
+
+
+def test_pause_meter_sees_collections():
+    meter = PauseMeter()
+    try:
+        gc.collect()
+        assert meter.count == 1 and meter.longest_s == meter.total_s > 0
+        gc.collect()
+        assert meter.count == 2 and meter.longest_s < meter.total_s
+    finally:
+        meter.close()
+    gc.collect()
+    assert meter.count == 2
+
+
+def test_histogram_counts_each_value_once():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.0, 1.0, 1.5, 2.0, 7.0):
+        histogram.add(value)
+    assert histogram.counts == [2, 2, 1] and histogram.count == 5
+    assert histogram.sum == 11.5 and histogram.max == 7.0
+
+
+def test_housekeeper_measures_a_loop_that_was_held_up():
+    async def hold() -> Histogram:
+        housekeeper = Housekeeper(is_idle=lambda: True, watchdog_timeout_s=0)
+        housekeeper.start()
+        await asyncio.sleep(0.12)
+        time.sleep(0.3)
+        await asyncio.sleep(0.12)
+        housekeeper.close()
+        count = housekeeper.loop_lag_s.count
+        await asyncio.sleep(0.12)
+        assert housekeeper.loop_lag_s.count == count
+        return housekeeper.loop_lag_s
+
+    lag = asyncio.run(hold())
+    assert lag.count >= 2 and lag.max >= 0.2
+    assert sum(lag.counts[8:]) >= 1  # beyond 0.2 s
+
+
+@pytest.mark.parametrize(("limit", "is_warned"), [(300, True), (100_000, False)])
+def test_few_files_are_told(monkeypatch, caplog, limit, is_warned):
+    monkeypatch.setattr(launch, "raise_file_limit", lambda: limit)
+    launch.check_files(256)
+    assert ("ulimit -Hn" in caplog.text) == is_warned
+
+
+def test_too_few_files_are_refused(monkeypatch):
+    monkeypatch.setattr(launch, "raise_file_limit", lambda: 100)
+    with pytest.raises(ConfigError, match="at most 100 files"):
+        launch.check_files(1)
