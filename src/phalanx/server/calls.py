@@ -27,12 +27,16 @@ _SUBMIT_SLICE = 128  # sequences per message: with the largest logit_bias, some 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt: its ids, and how `sampling.n` outputs of it are made. rid: None draws one."""
+    """One prompt: its ids, and how `sampling.n` outputs of it are made.
+
+    rid: None draws one. interval: tokens per chunk, None for the server's own number.
+    """
 
     input_ids: Sequence[int]
     sampling: SamplingParams
     logprobs: LogprobParams | None = None
     rid: str | None = None
+    interval: int | None = None
 
 
 def possible_outputs(n: int | None) -> int:
@@ -102,6 +106,7 @@ async def make_streams(
                     request=request if ask.rid is None else replace(request, rid=rid),
                     text=TextStream(worker.detokenizer, ask.sampling),
                     logprobs=None if request.logprobs is None else LogprobLog(),
+                    interval=ask.interval,
                 )
             )
             await pace.breathe()
@@ -119,12 +124,17 @@ def _check_logprobs(num_logprobs: int) -> None:
 async def run_call(worker: ApiWorker, call: Call, receive: Receive) -> None:
     """Send the call to the engine and stay until it is answered or its client has gone."""
     worker.engine.require_alive()
+    log = worker.request_log if call.is_logged else None
+    if log is not None:
+        log.received(call)
     worker.dispatcher.register(call)
     try:
         await _submit(worker, call)
         await wait_disconnect(receive)
         await call.response.finished()
     finally:
+        if log is not None:
+            log.ended(call)
         worker.dispatcher.drop(call)
 
 

@@ -54,6 +54,22 @@ def sampling_from_generate(fields: SamplingFields | None) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def interval_from_generate(fields: SamplingFields | None) -> int | None:
+    """`stream_interval`: tokens that a streamed event carries at least; None for the server's own number.
+
+    Raises:
+        RequestError: it is below 1.
+    """
+    interval = None if fields is None else fields.stream_interval
+    if interval is not None and interval < 1:
+        raise RequestError(
+            f"stream_interval must be at least 1, got {interval}",
+            param="stream_interval",
+            code="invalid_value",
+        )
+    return interval
+
+
 def sampling_from_openai(body: ChatBody | CompletionBody) -> SamplingParams:
     """OpenAI's fields as SamplingParams, not range-checked; no bound means all the room there is."""
     values = _common(body)

@@ -14,10 +14,16 @@ from phalanx.server.calls import (
     possible_outputs,
     run_call,
 )
-from phalanx.server.errors import refuse_unsupported
+from phalanx.server.errors import refuse_unsupported, unsupported
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.generate_body import decode_generate
-from phalanx.server.params import asked_token_ids, logprobs_from_generate, one_of, sampling_from_generate
+from phalanx.server.params import (
+    asked_token_ids,
+    interval_from_generate,
+    logprobs_from_generate,
+    one_of,
+    sampling_from_generate,
+)
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody
 from phalanx.server.state import ApiWorker
@@ -42,6 +48,7 @@ async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, respons
         with_prompt_ids=bool(body.return_prompt_token_ids),
     )
     call = new_call(form, response, is_stream=bool(body.stream))
+    call.is_logged = not body.no_logs
     call.rid = body.rid if isinstance(body.rid, str) else None
     await make_streams(worker, call, _asks(body, prompts, rids), {"prompt": name})
     await run_call(worker, call, receive)
@@ -52,9 +59,11 @@ def _asks(body: GenerateBody, prompts: list[list[int]], rids: list[str | None]) 
     count, asked_ids, fields = len(prompts), asked_token_ids(body), body.sampling_params
     shared = None if isinstance(fields, list) else sampling_from_generate(fields)
     for i, ids in enumerate(prompts):
+        own = one_of(fields, i, count, "sampling_params")
         yield Ask(
             input_ids=ids,
-            sampling=shared or sampling_from_generate(one_of(fields, i, count, "sampling_params")),
+            sampling=shared or sampling_from_generate(own),
+            interval=interval_from_generate(own),
             logprobs=logprobs_from_generate(body, asked_ids, i, count),
             rid=rids[i],
         )
@@ -73,6 +82,8 @@ def _decode(raw_body: bytes) -> tuple[GenerateBody, list[str], list[list[int]], 
     """The body, the texts or the ids of its prompts, and whether the client sent a list of prompts."""
     body = decode_generate(raw_body)
     refuse_unsupported(body, UNSUPPORTED)
+    if body.log_metrics is False:
+        raise unsupported("log_metrics", "false")
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
     if body.text is not None:

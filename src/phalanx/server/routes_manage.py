@@ -87,6 +87,7 @@ async def _generate_one_token(worker: ApiWorker) -> None:
         has_text=False, is_list=False, is_incremental=False, texts=None, with_prompt_ids=False
     )
     call = new_call(form, StreamResponse(send), is_stream=False)
+    call.is_logged = False
     sampling = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     await make_streams(worker, call, [Ask([0], sampling, rid=f"HEALTH_CHECK_{uuid.uuid4().hex}")])
     try:

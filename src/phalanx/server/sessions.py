@@ -22,6 +22,7 @@ class OutputStream:
         index: its place in the response: prompt number * n + output number.
         rid: its name for `/abort_request` and in `meta_info`.
         prompt_rid: the name of all outputs of its prompt.
+        interval: tokens that its chunks carry at least; None for the server's own number.
         num_sent: ids that earlier chunks told the client about.
         unsent_text: text since the last chunk.
         error: (HTTP status, message) if it failed.
@@ -38,6 +39,7 @@ class OutputStream:
     request: EngineRequest
     text: TextStream
     logprobs: LogprobLog | None = None
+    interval: int | None = None
     num_sent: int = 0
     unsent_text: str = ""
     finish: FinishReason | None = None
@@ -78,6 +80,7 @@ class Call:
         num_open: sequences not finished yet.
         waiting: sequences with something to say that a blocked response could not take.
         answering: writes a whole answer that is long.
+        is_logged: `--log-requests` includes it.
     """
 
     form: Form
@@ -88,6 +91,7 @@ class Call:
     num_open: int = 0
     waiting: dict[int, OutputStream] = field(default_factory=dict)
     answering: asyncio.Task[None] | None = None
+    is_logged: bool = True
     started_s: float = field(default_factory=time.monotonic)
 
 

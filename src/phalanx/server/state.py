@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from phalanx.config.groups import Settings
+from phalanx.config.groups import ServerConfig, Settings
 from phalanx.core.errors import RequestError
 from phalanx.core.request import WORKER_SHIFT
 from phalanx.core.settle import Settler
@@ -18,6 +18,7 @@ from phalanx.runtime.channels import WorkerEnd
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.housekeeping import Histogram, Housekeeper
 from phalanx.server.logprobs import TokenTexts
+from phalanx.server.request_log import RequestLog
 from phalanx.server.stream import Dispatcher
 from phalanx.text.detokenizer import Detokenizer
 from phalanx.text.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class ApiWorker:
         worker_id: the process's number, in its stream ids; a successor of a dead worker has another.
         slot: its place, 0 to api_workers - 1, which its successor takes over.
         tokenizer, detokenizer: None with skip_tokenizer_init.
+        request_log: None unless requests are logged.
         started_at_s: when the server began to serve, the same in all its workers (seconds since 1970).
         is_draining: the server is about to end, and nothing but running sequences is waited for.
     """
@@ -51,6 +53,7 @@ class ApiWorker:
     dispatcher: Dispatcher
     threads: ThreadPoolExecutor
     housekeeper: Housekeeper
+    request_log: RequestLog | None
     started_at_s: float
     next_stream: int = 0
     is_draining: bool = False
@@ -103,6 +106,12 @@ class ApiWorker:
         self.housekeeper.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
+
+
+def _request_log(server: ServerConfig, tokenizer: Tokenizer | None) -> RequestLog | None:
+    if server.log_requests_level is None:
+        return None
+    return RequestLog(server.log_requests_level, server.log_requests_format, tokenizer)
 
 
 def build_api_worker(
@@ -164,6 +173,7 @@ def build_api_worker(
         dispatcher=dispatcher,
         threads=ThreadPoolExecutor(1, thread_name_prefix="tokenize"),
         housekeeper=housekeeper,
+        request_log=_request_log(settings.server, tokenizer),
         started_at_s=time.time(),
     )
     return worker

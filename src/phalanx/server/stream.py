@@ -190,8 +190,9 @@ class Dispatcher:
             return
         if delta.text:
             stream.unsent_text += delta.text
-        if stream.finish is None and stream.has_started and self._interval > 1:
-            if len(stream.text.output_ids) - stream.num_sent < self._interval:
+        interval = stream.interval or self._interval
+        if stream.finish is None and stream.has_started and interval > 1:
+            if len(stream.text.output_ids) - stream.num_sent < interval:
                 return
         if call.response.blocked:
             call.waiting[stream.index] = stream
