@@ -3,9 +3,10 @@
 usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b:triton,...] [--repeats 3]
 
 A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and
-1-128 out through LLM.generate, ids in and ids out, then steady decode by the same engine. FLAG is `eager` (no
-CUDA graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end),
-or naive, torch or triton (who builds FlashInfer's page lists). Each part is a process of its own. Its numbers
+1-128 out through LLM.generate, ids in and ids out, then steady decode by the same engine, and the model's
+linear layers alone in a CUDA graph, so that the step can be set against them and the KV bytes. FLAG is
+`eager` (no CUDA graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive
+and end), or naive, torch or triton (who builds FlashInfer's page lists). Each part is a process of its own. Its numbers
 are added to OUTPUT_FOLDER/engine.jsonl; a part that stands there is not run again. Ends with a table.
 """
 
@@ -31,6 +32,7 @@ PARTS = (
     "offline:llama-3-8b:flashinfer",
     "offline:qwen3-0.6b:triton:eager",
 )
+HBM_BYTES_PER_S = 4.3e12  # what a large copy on an H200 moves
 # Names of device kernels -> where their time belongs.
 GROUPS = (
     ("gemm", ("gemm", "nvjet", "cutlass", "splitk", "cublas")),
@@ -98,6 +100,7 @@ def read(results: Path) -> list[dict[str, Any]]:
 def offline(part: str, repeats: int) -> dict[str, Any]:
     from phalanx.microbench.offline import draw_workload, measure
     from phalanx.runtime.llm import LLM
+    from phalanx.runtime.step_times import summary_ms
 
     _, model, backend, *flags = part.split(":")
     start = time.perf_counter()
@@ -125,7 +128,12 @@ def offline(part: str, repeats: int) -> dict[str, Any]:
     record["req_per_s"] = [len(prompts) / t for t in times]
     record["output_tok_per_s"] = sum(lens) / float(np.median(times))
     gc.disable()  # as LLM.generate does
+    record["host_time_between_steps_ms"] = summary_ms(llm.host_times(), "between_steps")
+    record["linears_ms"] = linears_ms(llm)
     record["steady"] = steady_decode(llm)
+    kv_ms = record["steady"]["mean_context"] * record["steady"]["kv_bytes_per_token_ms"]
+    record["steady"]["floor_ms"] = record["linears_ms"] + kv_ms
+    record["steady"]["step_to_floor"] = record["steady"]["step_ms"] / record["steady"]["floor_ms"]
     if "mixed" in flags:
         record["mixed"] = mixed_steps(llm)
     print(json.dumps(record, indent=1))
@@ -165,17 +173,70 @@ def steady_decode(llm: Any, num_requests: int = 4096, first: int = 48, last: int
     for _ in range(first):
         worker.step()
     host = HostTimes(worker)
+    context = mean_context(worker)
     start = time.perf_counter()
     for _ in range(last - first):
         worker.step()
     step_ms = (time.perf_counter() - start) / (last - first) * 1e3
+    context = (context + mean_context(worker)) / 2
     host.stop()
     traced = trace(worker, num_steps=16)
     worker.abort(range(num_requests))
     worker.pending_outputs()
     while worker.busy:
         worker.step()
-    return {"output_len": output_len, "step_ms": step_ms, **host.summary(), **traced}
+    config = llm.settings.model
+    kv_bytes = 2 * 2 * config.num_kv_heads * config.head_dim * config.num_layers * num_requests
+    return {
+        "output_len": output_len,
+        "step_ms": step_ms,
+        "mean_context": context,
+        "kv_bytes_per_token_ms": kv_bytes / HBM_BYTES_PER_S * 1e3,  # of one token of every row
+        **host.summary(),
+        **traced,
+    }
+
+
+def mean_context(worker: Any) -> float:
+    """Tokens that the rows in use hold on average; waits for the device."""
+    lens = worker._engine._rows.seq_lens
+    return float(lens[worker.scheduler.table.used_rows()].float().mean())
+
+
+def linears_ms(llm: Any, num_tokens: int = 4096, repeats: int = 12) -> float:
+    """Median device ms of the model's linear layers alone, in one CUDA graph, on random input."""
+    import torch
+
+    engine, config = llm._worker._engine, llm.settings.model
+    model, logits = engine._model, engine._logits[:num_tokens]
+    widths = config.hidden_size, config.num_q_heads * config.head_dim, config.intermediate_size
+    with torch.inference_mode():
+        hidden, heads, wide = (
+            torch.randn(num_tokens, width, dtype=logits.dtype, device=logits.device) for width in widths
+        )
+
+        def run() -> None:
+            for layer in model.layers:
+                layer.attention.qkv(hidden)
+                layer.attention.out(heads)
+                layer.mlp.gate_up(hidden)
+                layer.mlp.down(wide)
+            model.head.into(hidden, logits)
+
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        times = []
+        for _ in range(repeats + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return float(np.median(times[2:]))
 
 
 def mixed_steps(llm: Any, num_requests: int = 12000, first: int = 100, last: int = 130) -> dict[str, Any]:

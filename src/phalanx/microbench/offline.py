@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from phalanx.runtime.llm import LLM, model_options
+    from phalanx.runtime.step_times import difference, summary_ms
 
     show = sys.stderr.isatty()
     llm = LLM(args.model, skip_tokenizer_init=True, progress=show, **model_options(args))
@@ -88,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     )
     warm_up = min(64, len(prompts))
     measure(llm, prompts[:warm_up], [min(n, 8) for n in output_lens[:warm_up]], progress=False)
+    before = llm.host_times()
     times = [measure(llm, prompts, output_lens, progress=show) for _ in range(args.repeats)]
+    between = summary_ms(difference(llm.host_times(), before), "between_steps")
     elapsed = float(np.median(times))
     num_in, num_out = sum(map(len, prompts)), sum(output_lens)
     result = {
@@ -104,10 +107,19 @@ def run(args: argparse.Namespace) -> int:
         "request_throughput": round(len(prompts) / elapsed, 3),
         "output_throughput": round(num_out / elapsed, 1),
         "total_throughput": round((num_in + num_out) / elapsed, 1),
+        "kv_indices_backend": llm.settings.engine.kv_indices_backend,
+        "host_time_between_steps_ms": between,
     }
     table = Table("", "value", title="phalanx bench offline")
     for key, value in result.items():
-        table.add_row(key, str(value))
+        if key != "host_time_between_steps_ms":
+            table.add_row(key, str(value))
+    table.add_row("host time between decode steps, mean (ms)", _shown(between["mean"]))
+    table.add_row("host time between decode steps, P99 (ms)", _shown(between["p99"]))
     Console().print(table)
     print(json.dumps(result))
     return 0
+
+
+def _shown(milliseconds: float | None) -> str:
+    return "n/a" if milliseconds is None else f"{milliseconds:.3f}"

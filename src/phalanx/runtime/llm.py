@@ -169,6 +169,10 @@ class LLM:
         many = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([self.tokenizer.apply_chat_template(list(m)) for m in many], params, **options)
 
+    def host_times(self) -> dict[str, Any]:
+        """Histograms of the host's time in each step so far: `runtime.step_times.StepTimes.snapshot`."""
+        return self._worker.host_times()
+
     def _run(self, requests: list[EngineRequest], collector: Collector, progress: bool) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
