@@ -18,7 +18,7 @@ profile() { # MODEL FLAGS...
   local model=$1
   shift
   "$python" -m phalanx profile --model "$model" --load-format dummy --context-length 4096 --random-seed 0 \
-    --max-running-requests 4096 --output "$out/profile-$part.json.gz" "$@"
+    --max-running-requests 4096 --output "$out/$part.json.gz" "$@"
 }
 
 steady="--num-prompts 4096 --random-range-ratio 1 --warm-up-steps 64"

@@ -3,10 +3,10 @@
 usage: python benchmarks/gpu/ordinary_shape.py OUTPUT_FOLDER [--variants default,baseline] [--model NAME]
 
 All requests arrive at once, go through the worker's own loop (no HTTP, no tokenizer), and run to their
-length, greedily. "default" is what the settings choose; "chunked" has --chunked-prefill-size 2048; "baseline" is the
-loop of the origin: FlashInfer, naive page lists, page size 1, no CUDA graphs, no overlap. A token's time is
-when the loop hands it out. Numbers are added to OUTPUT_FOLDER/ordinary_shape.jsonl; what stands there is not
-run again. Ends with a table.
+length, greedily. "default" is what the settings choose; "chunked" has --chunked-prefill-size 2048;
+"baseline" is the loop of the origin: FlashInfer, naive page lists, page size 1, no CUDA graphs, no overlap. A
+token's time is when the loop hands it out. Numbers are added to OUTPUT_FOLDER/ordinary_shape.jsonl; what
+stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations

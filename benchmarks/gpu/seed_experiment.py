@@ -4,7 +4,8 @@ usage: python benchmarks/gpu/seed_experiment.py OUTPUT_FOLDER [--models qwen3-0.
            [--loops serial,overlapped] [--backends naive,torch,triton,fused] [--repeats 1]
 
 Dummy bf16 weights, page size 1, `--attention-backend flashinfer --disable-cuda-graph`, 5000 prompts of 1-32
-tokens in and 1-128 out, 4096 running, greedy, through LLM.generate, after 200 short ones. "serial" is `--disable-overlap-schedule`. Host times are of all steps of the measured runs (`Worker.stats`). Numbers are
+tokens in and 1-128 out, 4096 running, greedy, through LLM.generate, after 200 short ones. "serial" is
+`--disable-overlap-schedule`. Host times are of all steps of the measured runs (`Worker.stats`). Numbers are
 added to OUTPUT_FOLDER/seed_experiment.jsonl; a variant that stands there is not run again. Ends with a table.
 """
 
