@@ -184,7 +184,7 @@ def greedy_requests(count: int, first: int) -> list[EngineRequest]:
     found = []
     for i in range(first, first + count):
         prompt = rng.integers(0, CONFIG.vocab_size, rng.integers(1, 40)).astype(np.int32)
-        params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_new_tokens=24, ignore_eos=True, sampling_seed=i)
         found.append(EngineRequest(i, prompt, params))
     return found
 

@@ -89,6 +89,9 @@ def test_cuda_graphs_follow_the_rows() -> None:
     assert engine("--max-running-requests 8500").cuda_graph_max_bs == 8192
     assert engine("--max-running-requests 16 --cuda-graph-max-bs 64").cuda_graph_max_bs == 16  # B06
     assert engine("--cuda-graph-max-bs 100").cuda_graph_max_bs == 100
+    log = settle("--model m --cuda-graph-max-bs 100", hardware=GPU).choices  # B29
+    assert sum("run eagerly" in line for line in log) == 1
+    assert not any("run eagerly" in line for line in settle("--model m", hardware=GPU).choices)
     for flags in ("--disable-cuda-graph", "--attention-backend torch_native"):
         assert not engine(flags).cuda_graph and engine(flags).cuda_graph_max_bs == 0
 

@@ -163,7 +163,11 @@ def _attention_backend(
 ) -> str:
     backend = str(args.attention_backend)
     if backend == "auto":
-        if device != "cuda":
+        if device == "cpu" and hardware.has_numba:
+            backend, why = "numba", "compiled for this CPU, reads the request table itself"
+        elif device == "cpu":
+            backend, why = "torch_native", "numba is not installed; decode attention takes twice as long"
+        elif device != "cuda":
             backend, why = "torch_native", f"the backend for {device}"
         elif hardware.has_triton:
             backend, why = "triton", "reads the request table itself, needs no plan"
@@ -173,8 +177,14 @@ def _attention_backend(
     if backend == "torch_native":
         return backend
     refused = f"--attention-backend {backend} is not possible"
+    if backend == "numba":
+        if device != "cpu":
+            raise ConfigError(f"{refused} on {device}: it is for the CPU")
+        if not hardware.has_numba:
+            raise ConfigError(f"{refused}: numba is not installed")
+        return backend
     if device != "cuda":
-        raise ConfigError(f"{refused} on {device}: only torch_native")
+        raise ConfigError(f"{refused} on {device}: only {'numba or ' if device == 'cpu' else ''}torch_native")
     if not hardware.has_triton:
         raise ConfigError(f"{refused}: Triton is not installed")
     if backend == "flashinfer":
@@ -229,6 +239,8 @@ def _cuda_graphs(
     if wanted > running:
         log(f"cuda_graph_max_bs = {running} (no step has more rows than max_running_requests)")
         wanted = running
+    if wanted < running:
+        log(f"cuda_graph_max_bs = {wanted}: steps of more rows run eagerly, which costs the host more")
     return msgspec.structs.replace(engine, cuda_graph=True, cuda_graph_max_bs=wanted)
 
 

@@ -171,6 +171,7 @@ def profile_steps(llm: Any, args: argparse.Namespace, path: Path) -> dict[str, A
         "attention_backend": settings.engine.attention_backend,
         "cuda_graph": settings.engine.cuda_graph,
         "overlap": settings.engine.overlap,
+        "start_up_s": _rounded(llm.info["startup_phases_s"]),
         "running": int(worker.stats()["running"]),
         "steps": found.num_steps,
         "untraced_step_ms": round(untraced_ms, 4),
@@ -210,8 +211,10 @@ def _drain(worker: Any, num_streams: int) -> None:
 def _leave() -> None:
     """End the process at once, with all that was printed and written in place.
 
-    A process that has traced a GPU sometimes dies in its libraries' exit handlers ("free(): invalid
-    pointer"), after everything is done; its exit code would then say that the command failed.
+    A process that has traced a GPU sometimes aborts ("free(): invalid pointer") after its last line, and its
+    exit code says that the command failed: the CUDA runtime's exit handler releases the context, CUPTI then
+    hands its last buffers to PyTorch's profiler, and that one's own state has been destroyed already.
+    TEARDOWN_CUPTI=1 avoids it, but then graphs must not be replayed any more in some versions of CUDA.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -231,7 +234,7 @@ def print_breakdown(result: dict[str, Any]) -> None:
     where = "the GPU" if result["device"] == "cuda" else "the engine's thread"
     print(f"{result['model']}, {result['running']} requests running")
     table = Table("", "ms", "share", title=f"{where} in a step")
-    labels = {"elementwise": "norms, RoPE, KV store, activation"}
+    labels = {"elementwise": "norms, RoPE, KV store, activation", "copies": "copies and fills"}
     for name, ms in result["groups_ms"].items():
         table.add_row(labels.get(name, name), f"{ms:.3f}", f"{ms / step_ms:.1%}")
     between = result["idle_between_steps_ms"]
