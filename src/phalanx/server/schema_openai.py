@@ -147,7 +147,7 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
         raise unsupported("tool_choice", "that forces a tool")
     if body.tools and body.tool_choice != "none":
         raise unsupported("tools", why="tool calling is not built yet")
-    if body.function_call not in (None, "none", "auto"):
+    if body.function_call and body.function_call not in ("none", "auto"):
         raise unsupported("function_call", "that forces a function")
 
 
