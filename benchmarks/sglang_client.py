@@ -4,7 +4,9 @@
 
 `--sglang-path` is where an unpacked wheel of sglang (no engine needed) and what its client imports are found;
 left out, the current environment is asked. Prints the median over the repeats of each figure of both, their
-ratio, and one JSON line last. Exit code 1 when request or token counts differ.
+ratio, and one JSON line last. Below them stands the time that the server itself took from reading a request
+to writing its first token: what a client reports above it is transport and the client. Exit code 1 when
+request or token counts differ.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 # The client takes one constant from a module of the engine that would import the vision stack; nothing of the
@@ -63,10 +67,22 @@ def run_client(command: list[str], out: Path, sglang_path: str, quiet: bool) -> 
     return json.loads(out.read_text().splitlines()[-1])
 
 
+def server_ttfts(times: list[tuple[float, float]], num_runs: int) -> list[dict]:
+    """The server's own TTFT of each run, in ms; every run begins with one warm-up request."""
+    runs = np.split(np.diff(np.asarray(times)).ravel() * 1e3, num_runs)
+    return [
+        {"mean": run[1:].mean(), **{f"p{q}": np.percentile(run[1:], q) for q in (50, 90, 95, 99)}}
+        for run in runs
+    ]
+
+
 def measure(args: argparse.Namespace, folder: str) -> tuple[list[dict], list[dict]]:
+    """Run both clients in turn; the server's TTFT of each run is in its result as `server_ttft_ms`."""
+    times_file = Path(folder) / "times.json"
     server = [sys.executable, str(ROOT / "tests" / "e2e" / "sse_server.py")]
     server += ["--num-tokens", str(args.num_tokens), "--interval-ms", str(args.interval_ms)]
-    server += ["--first-ms", str(args.first_ms)]
+    server += ["--first-ms", str(args.first_ms), "--times-file", str(times_file)]
+    in_order = []
     theirs, ours = [], []
     with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         port = process.stdout.readline().strip()
@@ -80,7 +96,12 @@ def measure(args: argparse.Namespace, folder: str) -> tuple[list[dict], list[dic
                 out = Path(folder) / f"{len(theirs)}_{len(ours)}.jsonl"
                 command = [sys.executable, option, program, *common, "--output-file", str(out)]
                 results.append(run_client(command, out, args.sglang_path if results is theirs else "", True))
+                in_order.append(results[-1])
         process.communicate("")
+    for run, ttft in zip(
+        in_order, server_ttfts(json.loads(times_file.read_text()), len(in_order)), strict=True
+    ):
+        run["server_ttft_ms"] = ttft
     return theirs, ours
 
 
@@ -106,8 +127,16 @@ def main() -> int:
     print(f"{'median of the repeats':<34} {'SGLang':>12} {'Phalanx':>12} {'ratio':>8}")
     for name, (a, b) in figures.items():
         print(f"{name:<34} {a:>12.2f} {b:>12.2f} {b / a:>8.3f}")
+    server = {
+        name: [statistics.median(run["server_ttft_ms"][name] for run in runs) for runs in (theirs, ours)]
+        for name in theirs[0]["server_ttft_ms"]
+    }
+    print("TTFT by the server itself (request read to first token written), and what the client adds to it")
+    for name, (a, b) in server.items():
+        client = [figures[f"{'median' if name == 'p50' else name}_ttft_ms"][side] for side in (0, 1)]
+        print(f"{name:<34} {a:>12.2f} {b:>12.2f}    added: {client[0] - a:>8.2f} {client[1] - b:>8.2f}")
     same = all(a == b for a, b in counts.values())
-    print(json.dumps({"same_counts": same, "counts": counts, "figures": figures}))
+    print(json.dumps({"same_counts": same, "counts": counts, "figures": figures, "server_ttft_ms": server}))
     return 0 if same else 1
 
 

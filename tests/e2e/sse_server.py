@@ -83,6 +83,9 @@ def steady(num_tokens: int, interval_ms: float, first_ms: float | None = None) -
 class Server:
     """A running server. `requests` holds (path, body) of every POST; `num_open` connections are open now.
 
+    `answered` holds (request read, first piece written) of every reply of several pieces, in seconds of
+    `time.perf_counter`'s clock.
+
     With `gauges` (running, queued) there is a /metrics page.
     """
 
@@ -94,6 +97,7 @@ class Server:
     next_hold: int = sys.maxsize
     gauges: tuple[int, int] | None = None
     info: dict = field(default_factory=lambda: {"version": "fake", "internal_states": [{}]})
+    answered: list[tuple[float, float]] = field(default_factory=list)
     num_open: int = 0
     num_accepted: int = 0
 
@@ -182,6 +186,8 @@ class _Connection(asyncio.Protocol):
                 return
             number += 1
             self._do(reply, step, number == len(reply.steps))
+            if number == 1 and len(reply.steps) > 1:
+                self._server.answered.append((asked, loop.time()))
 
     def _do(self, reply: Reply, step: Step, last: bool) -> None:
         if self._transport.is_closing():
@@ -240,6 +246,7 @@ def _main() -> None:
     parser.add_argument("--interval-ms", type=float, default=5.0)
     parser.add_argument("--first-ms", type=float, help="default: one interval")
     parser.add_argument("--hold", type=int, default=0)
+    parser.add_argument("--times-file", help="JSON to write at the end: `Server.answered`")
     args = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -247,6 +254,9 @@ def _main() -> None:
     with serving(lambda path, body, nth: reply) as server:
         print(server.port, flush=True)
         sys.stdin.read()
+        if args.times_file:
+            with open(args.times_file, "w") as file:
+                json.dump(server.answered, file)
 
 
 if __name__ == "__main__":
