@@ -38,6 +38,32 @@ class Server:
         """The child whose command line holds `word`."""
         return next(c for c in self.children() if word in " ".join(c.cmdline()))
 
+    def workers(self) -> dict[int, psutil.Process]:
+        """The API workers' processes by slot."""
+        found = {}
+        for child in self.children():
+            words = child.cmdline()
+            if "--slot" in words:
+                found[int(words[words.index("--slot") + 1])] = child
+        return found
+
+    @contextlib.contextmanager
+    def client_of(self, worker: psutil.Process) -> Iterator[httpx.Client]:
+        """A client with one kept connection, which is this worker's."""
+        limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
+        for _ in range(200):  # the kernel hands connections to any of them
+            with httpx.Client(base_url=self.url, timeout=60, limits=limits) as client:
+                stream = client.get("/health").extensions["network_stream"]
+                port = stream.get_extra_info("client_addr")[1]
+                if any(c.raddr and c.raddr.port == port for c in worker.net_connections("tcp")):
+                    yield client
+                    return
+        raise AssertionError("no connection went to this worker")
+
+    def stats(self) -> dict[str, int]:
+        """The engine's counters."""
+        return httpx.get(f"{self.url}/server_info", timeout=10).json()["internal_states"][0]
+
     def kv_cache(self) -> dict[str, int]:
         return httpx.get(f"{self.url}/server_info", timeout=10).json()["kv_cache"]
 
@@ -56,10 +82,12 @@ class Server:
         assert kv["free_pages"] + kv["cached_pages"] == kv["total_pages"], kv
 
 
-def start(log: Path, *flags: str, model: str = "smollm2") -> Server:
+def start(
+    log: Path, *flags: str, model: str = "smollm2", module: tuple[str, ...] = ("phalanx.launch_server",)
+) -> Server:
     """Start a server and wait until /health is 200."""
     port = free_port()
-    command = [sys.executable, "-m", "phalanx.launch_server", "--model", model, "--port", str(port), *flags]
+    command = [sys.executable, "-m", *module, "--model", model, "--port", str(port), *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     server = Server(process, port, log)
@@ -86,9 +114,11 @@ def stop(server: Server, timeout: float = 45) -> int:
 
 
 @contextlib.contextmanager
-def running(log: Path, *flags: str, model: str = "smollm2") -> Iterator[Server]:
+def running(
+    log: Path, *flags: str, model: str = "smollm2", module: tuple[str, ...] = ("phalanx.launch_server",)
+) -> Iterator[Server]:
     """A server that is stopped at the end, whatever happened."""
-    server = start(log, *flags, model=model)
+    server = start(log, *flags, model=model, module=module)
     try:
         yield server
     finally:

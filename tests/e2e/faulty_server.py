@@ -1,0 +1,63 @@
+"""`phalanx serve` with an engine that fails: python -m tests.e2e.faulty_server KIND AT_STEP FLAGS...
+
+KIND "engine-error": the step's result cannot be had, as after a failed kernel on a CPU. "crash": the engine's
+loop raises what nobody expects. "hang": the step never ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from phalanx.config.cli import build_parser
+from phalanx.core.errors import EngineError
+from phalanx.core.step import StepPlan
+from phalanx.engine import null
+from phalanx.runtime import engine_process, launch
+from phalanx.runtime.models import settle_settings
+from phalanx.runtime.run_dir import run_directory
+
+_KIND, _AT = "PHALANX_TEST_FAULT", "PHALANX_TEST_FAULT_AT"
+
+
+class FailingHandle:
+    """A step that goes wrong when it is read."""
+
+    def result(self) -> None:
+        if os.environ[_KIND] == "hang":
+            time.sleep(1000)
+        raise EngineError("the test broke this step")
+
+
+def break_engine() -> None:
+    """Make step AT_STEP of the null engine fail, and no other."""
+    launch_step, at, num_steps = null.NullEngine.launch, int(os.environ[_AT]), 0
+
+    def launch_or_fail(self: null.NullEngine, plan: StepPlan) -> object:
+        nonlocal num_steps
+        num_steps += 1
+        handle = launch_step(self, plan)
+        if num_steps != at:
+            return handle
+        if os.environ[_KIND] == "crash":
+            raise ZeroDivisionError("nobody expects this")
+        return FailingHandle()
+
+    null.NullEngine.launch = launch_or_fail  # type: ignore[method-assign, assignment]
+
+
+def main() -> int:
+    if "--ipc-dir" in sys.argv:  # started by the launcher below
+        break_engine()
+        return engine_process.main()
+    os.environ[_KIND], os.environ[_AT], *flags = sys.argv[1:]
+    args = build_parser().parse_args(flags)
+    launch.setup_logging(args.log_level, "launch")
+    listener = launch.bind(args.host, args.port)
+    with run_directory() as run_dir:
+        return launch.Launcher(settle_settings(args), listener, run_dir, "tests.e2e.faulty_server").run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
