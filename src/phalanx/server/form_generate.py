@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.server.errors import error_event
 from phalanx.server.facts import NUM_CACHED_TOKENS, WEIGHT_VERSION
+from phalanx.server.lanes import ItemLane
 from phalanx.server.logprobs import Positions, TokenTexts
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
@@ -90,6 +91,20 @@ class GenerateForm:
             ids,
             stream.prefix,
             len(stream.text.output_ids),
+        )
+
+    def lane(self, stream: OutputStream) -> ItemLane | None:
+        """See Form: for events that `_fast_chunk` writes."""
+        connection = stream.call.response.connection
+        if connection is None or not stream.prefix or not self._has_text:
+            return None
+        return ItemLane(
+            stream,
+            connection,
+            head=stream.head + b'"text":"',
+            middle=b'","output_ids":[',
+            tail=stream.prefix,
+            is_incremental=self._is_incremental,
         )
 
     def tail(self, call: Call) -> bytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from phalanx.server.facts import NUM_CACHED_TOKENS, WEIGHT_VERSION
+from phalanx.server.lanes import DeltaLane
 from phalanx.server.logprobs import Positions, TokenTexts
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
@@ -140,6 +141,13 @@ class OpenAIForm:
         if stream.finish is not None:
             parts.append(self._chunk(stream, self._choices.last(stream)))
         return b"".join(parts)
+
+    def lane(self, stream: OutputStream) -> DeltaLane | None:
+        """See Form: for deltas that are nothing but text."""
+        connection = stream.call.response.connection
+        if connection is None or not stream.head or not self._is_plain or stream.logprobs is not None:
+            return None
+        return DeltaLane(stream, connection, stream.head + b'"', b'"' + stream.prefix)
 
     def _chunk(self, stream: OutputStream, choice: dict[str, Any]) -> bytes:
         if self._with_ids and not stream.has_told_prompt:

@@ -29,6 +29,7 @@ class OutputStream:
         has_started: a chunk of it was written.
         has_told_prompt: a chunk told the ids of its prompt.
         text_offset: characters of its tokens told so far, for completions' log-probabilities.
+        lane: the short way of its tokens, once it has one.
         head, prefix, sent_json, sent_ids_json: bytes that its form puts into every event.
     """
 
@@ -47,6 +48,7 @@ class OutputStream:
     has_started: bool = False
     has_told_prompt: bool = False
     text_offset: int = 0
+    lane: Lane | None = None
     head: bytes = b""
     prefix: bytes = b""
     sent_json: bytearray = field(default_factory=bytearray)
@@ -95,6 +97,14 @@ class Call:
     started_s: float = field(default_factory=time.monotonic)
 
 
+class Lane(Protocol):
+    """Writes events of one new token each (see server.lanes)."""
+
+    def write(self, token: int) -> bool:
+        """Append the token to the stream and write its event; False if nothing was done."""
+        ...
+
+
 class Form(Protocol):
     """The shape of a route's answers."""
 
@@ -103,6 +113,10 @@ class Form(Protocol):
 
     def chunk(self, stream: OutputStream) -> bytes:
         """Events for what `stream` has not told yet, its end included; may be empty."""
+        ...
+
+    def lane(self, stream: OutputStream) -> Lane | None:
+        """The short way for `stream`, which has written a chunk; None if its events are not that simple."""
         ...
 
     def tail(self, call: Call) -> bytes:

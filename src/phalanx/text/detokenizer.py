@@ -11,6 +11,8 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from phalanx.text.token_table import TokenTable, decode_run
 from phalanx.text.tokenizer import Tokenizer
 
@@ -20,6 +22,16 @@ _MAX_WINDOW_TOKENS = 64
 
 class DetokState(Protocol):
     """One text being decoded."""
+
+    @property
+    def held(self) -> bytes | list[bytes]:
+        """What waits for its rest; false if nothing does."""
+        ...
+
+    @property
+    def whole(self) -> WholeTexts | None:
+        """The table of whole texts, while an id adds just its own if nothing is held."""
+        ...
 
     def push(self, ids: Sequence[int]) -> str:
         """Append ids, each in [0, vocab_size); returns the text that is complete now."""
@@ -67,25 +79,41 @@ class Detokenizer:
         return state.finish()
 
 
+class WholeTexts:
+    """texts: [num_ids] text of each id, None where it is no whole characters.
+
+    json: [num_ids] the same as it stands inside a JSON string.
+    """
+
+    __slots__ = ("json", "texts")
+
+    def __init__(self, texts: list[str | None]) -> None:
+        encode = msgspec.json.Encoder().encode
+        self.texts = texts
+        self.json = [None if text is None else encode(text)[1:-1] for text in texts]
+
+
 class _ByteLevelTable:
-    """raw: bytes of each id. texts: the same as text, None where it is not whole characters."""
+    """raw: bytes of each id."""
 
     def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
         self.raw = [b"" if i in skipped else raw for i, raw in enumerate(table.raw)]
-        self.texts = [_text_or_none(raw) for raw in self.raw]
+        self.whole = WholeTexts([_text_or_none(raw) for raw in self.raw])
 
 
 class _ByteFallbackTable:
-    """texts: text of each id, None for byte tokens; bytes: the byte of those."""
+    """raw: bytes of each id; byte tokens have no whole text."""
 
     def __init__(self, table: TokenTable, skipped: frozenset[int]) -> None:
         assert table.is_byte is not None
         self.strip_leading_space = table.strip_leading_space
         self.raw = table.raw
-        self.texts = [
-            "" if i in skipped else None if is_byte else raw.decode("utf-8")
-            for i, (raw, is_byte) in enumerate(zip(table.raw, table.is_byte, strict=True))
-        ]
+        self.whole = WholeTexts(
+            [
+                "" if i in skipped else None if is_byte else raw.decode("utf-8")
+                for i, (raw, is_byte) in enumerate(zip(table.raw, table.is_byte, strict=True))
+            ]
+        )
 
 
 def _text_or_none(raw: bytes) -> str | None:
@@ -96,49 +124,51 @@ def _text_or_none(raw: bytes) -> str | None:
 
 
 class _ByteLevelState:
-    __slots__ = ("_pending", "_raw", "_texts")
+    __slots__ = ("_raw", "_texts", "held", "whole")
 
     def __init__(self, table: _ByteLevelTable) -> None:
-        self._texts = table.texts
+        self.held: bytes = b""
+        self.whole: WholeTexts | None = table.whole
+        self._texts = table.whole.texts
         self._raw = table.raw
-        self._pending = b""
 
     def push(self, ids: Sequence[int]) -> str:
-        if len(ids) == 1 and not self._pending:
+        if len(ids) == 1 and not self.held:
             text = self._texts[ids[0]]
             if text is not None:
                 return text
         raw = self._raw
-        data = self._pending + b"".join([raw[i] for i in ids])
+        data = self.held + b"".join([raw[i] for i in ids])
         text, used = utf_8_decode(data, "replace", False)
-        self._pending = data[used:]
+        self.held = data[used:]
         return text
 
     def finish(self) -> str:
-        text = self._pending.decode("utf-8", "replace")
-        self._pending = b""
+        text = self.held.decode("utf-8", "replace")
+        self.held = b""
         return text
 
 
 class _ByteFallbackState:
     """Byte tokens are held until their run ends: only then is it known whether all of it is valid."""
 
-    __slots__ = ("_raw", "_run", "_strip", "_texts")
+    __slots__ = ("_raw", "_strip", "_table", "held", "whole")
 
     def __init__(self, table: _ByteFallbackTable) -> None:
-        self._texts = table.texts
-        self._raw = table.raw
+        self.held: list[bytes] = []
         self._strip = table.strip_leading_space
-        self._run: list[bytes] = []
+        self.whole: WholeTexts | None = None if self._strip else table.whole
+        self._table = table.whole
+        self._raw = table.raw
 
     def push(self, ids: Sequence[int]) -> str:
         parts = []
         for i in ids:
-            text = self._texts[i]
+            text = self._table.texts[i]
             if text is None:
-                self._run.append(self._raw[i])
+                self.held.append(self._raw[i])
             elif text:
-                if self._run:
+                if self.held:
                     parts.append(self._end_run())
                 parts.append(text)
         return self._begin("".join(parts)) if self._strip else "".join(parts)
@@ -147,13 +177,14 @@ class _ByteFallbackState:
         return self._begin(self._end_run())
 
     def _end_run(self) -> str:
-        text = decode_run(b"".join(self._run))
-        self._run.clear()
+        text = decode_run(b"".join(self.held))
+        self.held.clear()
         return text
 
     def _begin(self, text: str) -> str:
         if self._strip and text:
             self._strip = False
+            self.whole = self._table
             return text.removeprefix(" ")
         return text
 
@@ -166,9 +197,11 @@ class _WindowState:
     one before.
     """
 
-    __slots__ = ("_context_len", "_ids", "_skip", "_tokenizer")
+    __slots__ = ("_context_len", "_ids", "_skip", "_tokenizer", "held", "whole")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self.held: bytes = b""
+        self.whole: WholeTexts | None = None
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids: list[int] = []

@@ -99,6 +99,11 @@ class TextStream:
         return self._parts[0] if self._parts else ""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether ids just become text: there is a tokenizer, nothing to look for, and it goes on."""
+        return self._is_plain
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why the sequence ended; None while it goes on."""
         return self._reason
@@ -122,6 +127,25 @@ class TextStream:
         if self._reason is not None:
             return TextDelta(None if self._state is None else "", 0)
         return self._push_end(ids, Finish(finish)) if finish else self._push_more(ids)
+
+    def push_whole(self, token: int) -> bytes | None:
+        """Append one id if it simply adds its own text, or do nothing.
+
+        Returns:
+            The text as it stands inside a JSON string (from a table, so this is several times as fast as
+            `push` and an encoder), or None: the id must go through `push`.
+        """
+        if not self._is_plain:
+            return None
+        state = self._state
+        whole = state.whole  # type: ignore[union-attr]
+        if whole is None or state.held:  # type: ignore[union-attr]
+            return None
+        piece = whole.json[token]
+        if piece is not None:
+            self._ids.append(token)
+            self._parts.append(whole.texts[token])  # type: ignore[arg-type]
+        return piece
 
     def _push_more(self, ids: list[int]) -> TextDelta:
         """Stop strings to look for, or no text at all."""
