@@ -150,7 +150,7 @@ def test_profile_on_the_cpu(flags: str, tmp_path: Path, capsys: pytest.CaptureFi
     names = [event.name for event in ranges]
     for name in ("step", "plan", "launch", "read", "engine", "upload", "model", "head"):
         assert names.count(name) in (5, 6), name
-    assert names.count("kv store") == 2 * names.count("model")
+    assert names.count("attention") == 3 * names.count("model")  # two layers, and what they share
     engine = {event.thread for event in ranges if event.name == "engine"}
     assert len(engine) == 1 and engine != {event.thread for event in ranges if event.name == "plan"}
 
