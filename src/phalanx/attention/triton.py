@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from phalanx.attention.base import ForwardBatch
 from phalanx.config.groups import ModelConfig
-from phalanx.kernels import decode_attention, prefill_attention
+from phalanx.kernels import LongRows, decode_attention, find_long_rows, prefill_attention
 from phalanx.kvcache.pool import KVPool
 
 
-class TritonAttention:
-    """One launch for the decode rows and one for the chunks; needs no CSR, no plan and no state.
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """batch: the step. long_rows: decode rows far longer than the rest; None where the context has no room."""
 
+    batch: ForwardBatch
+    long_rows: LongRows | None
+
+
+class TritonAttention:
+    """One launch for the decode rows and one for the chunks; needs no CSR and no plan.
+
+    Where the context is long enough for a row to hold others up, two more launches take the rows that are.
     Takes any head_dim, page size and mix. Nothing is read on the host, so it can be captured.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.scale = config.head_dim**-0.5
 
-    def begin(self, batch: ForwardBatch, pool: KVPool) -> ForwardBatch:
-        """The batch itself is all that the layers share."""
-        return batch
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> StepState:
+        """Find the long rows, which are the same in all layers."""
+        long_rows = None
+        if batch.decode is not None and batch.req_to_token.is_cuda:
+            long_rows = find_long_rows(batch.decode.seq_lens, batch.req_to_token.shape[1])
+        return StepState(batch, long_rows)
 
-    def forward(self, layer: int, q: torch.Tensor, pool: KVPool, state: ForwardBatch) -> torch.Tensor:
+    def forward(self, layer: int, q: torch.Tensor, pool: KVPool, state: StepState) -> torch.Tensor:
         """q: [T, num_q_heads, head_dim], last stride 1. Returns the same shape, contiguous."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decode, split = state.decode, state.num_decode
+        batch = state.batch
+        decode, split = batch.decode, batch.num_decode
         if decode is not None:
             decode_attention(
                 q[:split],
                 pool.k[layer],
                 pool.v[layer],
-                state.req_to_token,
+                batch.req_to_token,
                 decode.rows,
                 decode.seq_lens,
                 page_size=pool.page_size,
                 sm_scale=self.scale,
                 out=out[:split],
+                long_rows=state.long_rows,
             )
-        if state.prefill is not None:
-            attend_chunks(layer, q[split:], pool, state, self.scale, out[split:])
+        if batch.prefill is not None:
+            attend_chunks(layer, q[split:], pool, batch, self.scale, out[split:])
         return out
 
 

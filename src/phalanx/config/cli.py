@@ -12,7 +12,7 @@ from typing import NoReturn
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
-ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "torch_native")
+ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "numba", "torch_native")
 KV_INDICES_BACKENDS = ("naive", "torch", "triton", "fused")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -126,7 +126,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     device: "cpu", "cuda" or "null" (emits tokens without a model, for benchmarks).
     dtype: compute dtype. overlap: launch step i+1 before step i is read.
-    attention_backend: "torch_native", "triton" or "flashinfer".
+    attention_backend: "numba", "torch_native", "triton" or "flashinfer".
     kv_indices_backend: builds the page lists that flashinfer reads: "fused", "triton", "torch" or "naive";
     None where attention needs no lists.
     null_step_ms: the length of a step of device "null", None for as short as can be.

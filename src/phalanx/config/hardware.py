@@ -18,7 +18,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
         num_cpus: cores this process may use.
         cpu_has_bf16: the CPU multiplies bfloat16 (AVX512-BF16, AMX or Arm BF16).
         gpu_name: name of GPU 0, or None without one. gpu_bytes: its memory.
-        has_triton, has_flashinfer: these optional packages can be imported.
+        has_triton, has_flashinfer, has_numba: these packages can be imported.
     """
 
     num_cpus: int
@@ -27,6 +27,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     gpu_bytes: int = 0
     has_triton: bool = False
     has_flashinfer: bool = False
+    has_numba: bool = False
 
 
 def detect() -> Hardware:
@@ -39,6 +40,7 @@ def detect() -> Hardware:
         gpu_bytes=size,
         has_triton=importlib.util.find_spec("triton") is not None,
         has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+        has_numba=importlib.util.find_spec("numba") is not None,
     )
 
 

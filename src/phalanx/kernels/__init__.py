@@ -8,6 +8,7 @@ from phalanx.kernels.decode_attention import (
     decode_attention,
     decode_workspace_size,
 )
+from phalanx.kernels.decode_attention_long import LongRows, find_long_rows
 from phalanx.kernels.kv_indices import create_kv_indices
 from phalanx.kernels.prefill_attention import prefill_attention
 from phalanx.kernels.rmsnorm import add_rms_norm, rms_norm
@@ -19,11 +20,13 @@ from phalanx.kernels.store_kv import gather_kv, store_kv
 
 __all__ = [
     "DecodeConfig",
+    "LongRows",
     "StepPrepBuffers",
     "add_rms_norm",
     "create_kv_indices",
     "decode_attention",
     "decode_workspace_size",
+    "find_long_rows",
     "gather_kv",
     "prefill_attention",
     "rms_norm",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
 import torch
 
 BACKENDS = ("auto", "torch", "triton")
+WITH_NUMBA = (*BACKENDS, "numba")
 
 
 def check_tensor(
@@ -60,3 +62,29 @@ def pick_backend(backend: str, device: torch.device, known: Sequence[str] = BACK
     if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"backend 'triton' needs CUDA tensors, got {device}")
     return backend
+
+
+def pick_with_numba(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """`pick_backend` of an op that numba has too: "auto" on a CPU is numba where it can run.
+
+    Raises ValueError, also for numba where it cannot run.
+    """
+    if backend == "auto" and device.type == "cpu" and numba_problem(dtype) is None:
+        return "numba"
+    if backend == "numba":
+        problem = f"tensors are on {device}" if device.type != "cpu" else numba_problem(dtype)
+        if problem is not None:
+            raise ValueError(f"backend 'numba' is not possible: {problem}")
+    return pick_backend(backend, device, WITH_NUMBA)
+
+
+@functools.cache
+def numba_problem(dtype: torch.dtype) -> str | None:
+    """Why the numba kernels cannot run on a CPU in this dtype, or None if they can."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"no kernel for {str(dtype).removeprefix('torch.')}"
+    try:
+        import numba  # noqa: F401
+    except Exception as error:  # ImportError, or one that numba raises for a NumPy it does not know
+        return f"numba cannot be imported ({type(error).__name__}: {error})"
+    return None

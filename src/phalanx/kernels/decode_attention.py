@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from phalanx.kernels.checks import check_page_size, check_tensor, pick_backend
+from phalanx.kernels.checks import check_page_size, check_tensor, pick_with_numba
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT = (torch.int32, torch.int64)
@@ -84,6 +84,7 @@ def decode_attention(
     num_splits: int | None = None,
     workspace: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    long_rows: LongRows | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """out[b, h] = softmax(q[b, h] . K[s] * sm_scale) V[s] over the slots s of row b's tokens.
@@ -103,7 +104,8 @@ def decode_attention(
         A row of up to SPLIT_TOKENS tokens is never split.
     workspace: at least `decode_workspace_size` fp32 entries, contiguous; allocated if None and needed.
     config: see DecodeConfig; None: `default_config`.
-    backend: "torch", "triton" or "auto" (Triton on CUDA). The torch one reads the longest length on the host.
+    backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16). The torch
+        one reads the longest length on the host. Splits and config are of the Triton one.
 
     Softmax and sums are fp32. The Triton backend reads nothing on the host and can be captured in a CUDA
     graph; 0 rows launch nothing. Raises TypeError or ValueError naming the argument at fault.
@@ -114,7 +116,7 @@ def decode_attention(
         raise ValueError(f"q has {bs} rows, at most {MAX_ROWS} are possible")
     check_tensor("rows", rows, dtypes=_INT, shape=(bs,), device=q.device, contiguous=True)
     check_tensor("seq_lens", seq_lens, dtypes=_INT, shape=(bs,), device=q.device, contiguous=True)
-    chosen = pick_backend(backend, q.device)
+    chosen = pick_with_numba(backend, q.device, q.dtype)
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -130,8 +132,19 @@ def decode_attention(
     if chosen == "torch":
         _attend_torch(q, k_pool, v_pool, req_to_token, rows, seq_lens, page_size, scale, out)
         return out
+    if chosen == "numba":
+        from phalanx.kernels import decode_attention_numba
+
+        seq_lens = seq_lens.int()
+        cut = decode_attention_numba.plan(seq_lens, num_kv_heads)
+        decode_attention_numba.attend(
+            q, k_pool, v_pool, req_to_token, rows.long(), seq_lens, page_size, scale, out, cut
+        )
+        return out
     from phalanx.kernels import decode_attention_triton
 
+    if long_rows is not None and long_rows.short_lens.shape != seq_lens.shape:
+        raise ValueError(f"long_rows are those of {len(long_rows.short_lens)} rows, seq_lens has {bs}")
     if needed and workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
     decode_attention_triton.attend(
@@ -140,7 +153,7 @@ def decode_attention(
         v_pool,
         req_to_token,
         rows,
-        seq_lens,
+        seq_lens if long_rows is None else long_rows.short_lens,
         out,
         workspace,
         page_size=page_size,
@@ -148,6 +161,11 @@ def decode_attention(
         num_splits=num_splits,
         config=config,
     )
+    if long_rows is not None:
+        from phalanx.kernels.decode_attention_long_triton import attend_long
+
+        args = (q, k_pool, v_pool, req_to_token, rows, seq_lens, out, long_rows)
+        attend_long(*args, page_size=page_size, scale=scale, config=config)
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels.checks import check_tensor, pick_backend
+from phalanx.kernels.checks import check_tensor, pick_with_numba
 from phalanx.kernels.decode_attention import FLOATS
 
 MAX_HIDDEN = 65536  # one program holds a row in registers
@@ -23,15 +23,22 @@ def rms_norm(
 
     x: [num_tokens, hidden] fp32, bf16 or fp16; any token stride, last stride 1. weight: [hidden], x's dtype,
         contiguous. out: like x (x itself is fine); allocated if None. Returned.
-    backend: "torch", "triton" or "auto" (Triton on CUDA).
+    backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16).
     Capturable in a CUDA graph; 0 tokens launch nothing. Raises TypeError or ValueError naming the argument.
     """
     _check(x, weight, {"out": out})
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if pick_backend(backend, x.device) == "torch":
+    chosen = pick_with_numba(backend, x.device, x.dtype)
+    if chosen == "torch":
         out.copy_(F.rms_norm(x, weight.shape, weight, eps))
-    elif x.shape[0]:
+    elif not x.shape[0]:
+        return out
+    elif chosen == "numba":
+        from phalanx.kernels import rmsnorm_numba
+
+        rmsnorm_numba.rms_norm(x, None, weight, eps, out)
+    else:
         from phalanx.kernels import rmsnorm_triton
 
         rmsnorm_triton.rms_norm(x, None, weight, eps, out)
@@ -52,10 +59,17 @@ def add_rms_norm(
     weight, eps, backend and errors: as in `rms_norm`.
     """
     _check(x, weight, {"residual": residual})
-    if pick_backend(backend, x.device) == "torch":
+    chosen = pick_with_numba(backend, x.device, x.dtype)
+    if chosen == "torch":
         residual.add_(x)
         x.copy_(F.rms_norm(residual, weight.shape, weight, eps))
-    elif x.shape[0]:
+    elif not x.shape[0]:
+        return
+    elif chosen == "numba":
+        from phalanx.kernels import rmsnorm_numba
+
+        rmsnorm_numba.rms_norm(x, residual, weight, eps, x)
+    else:
         from phalanx.kernels import rmsnorm_triton
 
         rmsnorm_triton.rms_norm(x, residual, weight, eps, x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels.checks import check_tensor, pick_backend
+from phalanx.kernels.checks import check_tensor, pick_with_numba
 from phalanx.kernels.decode_attention import FLOATS
 from phalanx.kernels.store_kv import store_kv
 
@@ -39,7 +39,7 @@ def rope(
         in between; both or none.
     v, k_pool, v_pool, slot_mapping: all or none. Given: the rotated K and v go to slot slot_mapping[t] of
         the pools as in `store_kv` (a slot outside the pool is dropped), and k itself keeps its bytes.
-    backend: "torch", "triton" or "auto" (Triton on CUDA).
+    backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16).
 
     Computed in fp32 and rounded once. Capturable in a CUDA graph; 0 tokens launch nothing.
     Raises TypeError or ValueError naming the argument at fault.
@@ -56,9 +56,16 @@ def rope(
         raise ValueError("v, k_pool, v_pool and slot_mapping go together, only some are given")
     if v is not None and k_pool is not None and v_pool is not None and slot_mapping is not None:
         _check_store(k, v, k_pool, v_pool, slot_mapping)
-    if pick_backend(backend, device) == "torch":
+    chosen = pick_with_numba(backend, device, q.dtype)
+    if chosen == "torch":
         _rope_torch(q, k, positions, cos_sin_cache, q_norm, k_norm, eps, v, k_pool, v_pool, slot_mapping)
-    elif q.shape[0]:
+    elif not q.shape[0]:
+        return
+    elif chosen == "numba":
+        from phalanx.kernels import rope_numba
+
+        rope_numba.rope(q, k, positions, cos_sin_cache, q_norm, k_norm, eps, v, k_pool, v_pool, slot_mapping)
+    else:
         from phalanx.kernels import rope_triton
 
         rope_triton.rope(q, k, positions, cos_sin_cache, q_norm, k_norm, eps, v, k_pool, v_pool, slot_mapping)

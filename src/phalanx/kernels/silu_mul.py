@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels.checks import check_tensor, pick_backend
+from phalanx.kernels.checks import check_tensor, pick_with_numba
 from phalanx.kernels.decode_attention import FLOATS
 
 
@@ -16,7 +16,7 @@ def silu_mul(
 
     gate_up: [num_tokens, 2 * size] fp32, bf16 or fp16; any token stride, last stride 1.
     out: [num_tokens, size], any token stride, last stride 1, not overlapping; allocated if None. Returned.
-    backend: "torch", "triton" or "auto" (Triton on CUDA).
+    backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16).
     Capturable in a CUDA graph; 0 tokens launch nothing. Raises TypeError or ValueError naming the argument.
     """
     check_tensor("gate_up", gate_up, dtypes=FLOATS, shape=(None, None))
@@ -30,9 +30,16 @@ def silu_mul(
     for name, tensor in (("gate_up", gate_up), ("out", out)):
         if tensor.numel() and tensor.stride(1) != 1:
             raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}")
-    if pick_backend(backend, gate_up.device) == "torch":
+    chosen = pick_with_numba(backend, gate_up.device, gate_up.dtype)
+    if chosen == "torch":
         torch.mul(F.silu(gate_up[:, :size]), gate_up[:, size:], out=out)
-    elif out.numel():
+    elif not out.numel():
+        return out
+    elif chosen == "numba":
+        from phalanx.kernels import silu_mul_numba
+
+        silu_mul_numba.silu_mul(gate_up, out)
+    else:
         from phalanx.kernels import silu_mul_triton
 
         silu_mul_triton.silu_mul(gate_up, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +14,15 @@ from phalanx.attention.base import AttentionBackend, ForwardBatch
 from phalanx.config.groups import ModelConfig
 from phalanx.core.errors import ModelError
 from phalanx.kernels import rope, store_kv
+from phalanx.kernels.checks import numba_problem
 from phalanx.kvcache.pool import KVPool
 from phalanx.layers.embedding import Embedding
 from phalanx.layers.linear import Linear
 from phalanx.layers.mlp import GatedMLP
 from phalanx.layers.rmsnorm import RMSNorm
 from phalanx.layers.rope import RotaryEmbedding, apply_rope
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +150,16 @@ class Decoder:
         config: shape and flags.
         dtype: of weights and activations.
         device: where they live.
-        fused: run norms, rotation and activation through `phalanx.kernels`; None: on CUDA.
+        fused: run norms, rotation and activation through `phalanx.kernels`; None: on CUDA, and on a CPU where
+            numba has them in this dtype.
     """
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, fused: bool | None = None
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self._fused = device.type == "cuda" if fused is None else fused
+        self._compiled = device.type == "cpu" and numba_problem(dtype) is None
+        self._fused = device.type == "cuda" or self._compiled if fused is None else fused
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rope = RotaryEmbedding(
             config.rope, config.head_dim, config.max_position_embeddings, dtype=dtype, device=device
@@ -192,7 +199,19 @@ class Decoder:
         for layer in self.layers:
             layer.pack()
         self.head.pack()
+        if self._compiled and self._fused:
+            self._compile()
         self._loaded = True
+
+    def _compile(self) -> None:
+        from phalanx.kernels import cpu_warm_up
+
+        start = time.perf_counter()
+        config = self.config
+        cpu_warm_up.compile_kernels(self.dtype, config.num_q_heads // config.num_kv_heads, config.head_dim)
+        logger.info(
+            "CPU kernels: ready after %.1f s (kept on disk for the next start)", time.perf_counter() - start
+        )
 
     def forward(self, batch: ForwardBatch, pool: KVPool, attn: AttentionBackend) -> torch.Tensor:
         """Run one step; K and V of its tokens are written to `pool`.
