@@ -28,10 +28,10 @@ class Control:
     """A question or order outside the token path; answered by a ControlReply with the same id.
 
     The engine knows "hello" (a worker's first word, answered by an EngineReady besides), "ping" (nothing),
-    "stats" (counters), "flush_cache", "pause" (args: mode) and "continue". The launcher alone sends
-    "worker_ended" (args: worker). "relay" is answered by the channel itself, which hands
-    `Control(id, args["op"], args)` to every API worker; the workers know "abort" (args: rid, abort_all).
-    args holds JSON-like values.
+    "stats" (counters), "flush_cache", "pause" (args: mode), "continue", "start_profile" (args: SGLang's) and
+    "stop_profile". The launcher alone sends "worker_ended" (args: worker). "relay" is answered by the channel
+    itself, which hands `Control(id, args["op"], args)` to every API worker; the workers know "abort" (args:
+    rid, abort_all). args holds JSON-like values.
     """
 
     id: int

@@ -29,6 +29,7 @@ from phalanx.runtime.build import build_worker
 from phalanx.runtime.channels import EngineChannel
 from phalanx.runtime.collector import IdleCollector, settle_heap
 from phalanx.runtime.process import die_with_parent, setup_logging, tame_libraries
+from phalanx.runtime.profiling import StepProfiler
 from phalanx.runtime.progress import ProgressLog
 from phalanx.runtime.rids import RidRegistry
 from phalanx.runtime.watchdog import Watchdog
@@ -54,6 +55,7 @@ class EngineLoop:
         self._progress = ProgressLog()
         self._rids = RidRegistry()
         self._paused = False
+        self._profiler = StepProfiler(settings.engine.device)
         self._collector = IdleCollector()
         self._watchdog = Watchdog(settings.server.watchdog_timeout_s)
 
@@ -71,11 +73,14 @@ class EngineLoop:
                 self._send(self._worker.step())
                 self._worker.sent()
                 self._collector.worked()
+                if self._profiler.is_due(self._worker.num_steps):
+                    self._profile("", {})
                 if self._progress.due:
                     self._progress.log(self._worker.stats())
             else:
                 self._collector.idle()
         self._watchdog.close()
+        self._profiler.close()
 
     def _take(self, messages: list[tuple[int, Message]]) -> None:
         """Handle what has come together."""
@@ -146,7 +151,23 @@ class EngineLoop:
             if self._worker.busy:
                 return False, {"message": "requests are running or queued"}
             return True, {}
+        if op in ("start_profile", "stop_profile"):
+            return self._profile(op, message.args)
         return False, {"message": f"unknown operation {op!r}"}
+
+    def _profile(self, op: str, args: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+        """Begin or end a profile, by order or because its step has come, with no step in flight."""
+        self._send(self._worker.drain())
+        try:
+            if op == "start_profile":
+                self._profiler.start(args, self._worker.num_steps)
+            elif op == "stop_profile":
+                self._profiler.stop()
+            else:
+                self._profiler.proceed()
+        except RequestError as error:
+            return False, {name: getattr(error, name) for name in ("message", "status", "param", "code")}
+        return True, {}
 
     def _pause(self, mode: object) -> tuple[bool, dict[str, Any]]:
         """Run no step until "continue"; requests that come meanwhile are queued."""

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from phalanx.server.routes_pause import PauseBody
+from phalanx.server.routes_profile import ProfileBody
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from phalanx.server.schema_openai import ChatBody, CompletionBody
 
@@ -21,7 +22,9 @@ _BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("/detokenize", "post"): DetokenizeBody,
     ("/abort_request", "post"): AbortBody,
     ("/pause_generation", "post"): PauseBody,
+    ("/start_profile", "post"): ProfileBody,
 }
+_OPTIONAL = (PauseBody, ProfileBody)
 
 
 def describe(app: FastAPI) -> None:
@@ -51,4 +54,5 @@ def _add_bodies(document: dict[str, Any]) -> None:
                 method, {"summary": summary, "responses": {"200": {"description": "Successful Response"}}}
             )
         )
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref}}}
+        is_required = _BODIES[path, method] not in _OPTIONAL
+        operation["requestBody"] = {"required": is_required, "content": {"application/json": {"schema": ref}}}

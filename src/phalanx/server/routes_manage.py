@@ -22,6 +22,7 @@ from phalanx.server.metrics import render
 from phalanx.server.response import Message, encode_json, read_body
 from phalanx.server.response import Response as StreamResponse
 from phalanx.server.routes_pause import add_pause_routes
+from phalanx.server.routes_profile import add_profile_routes
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, TokenizeBody
 from phalanx.server.state import ApiWorker
 from phalanx.server.texts import decode_ids, encode_texts
@@ -44,6 +45,7 @@ def build_router(worker: ApiWorker) -> APIRouter:
     _add_facts(router, worker)
     _add_text(router, worker)
     _add_management(router, worker)
+    add_profile_routes(router, worker)
     add_pause_routes(router, worker)
     return router
 
