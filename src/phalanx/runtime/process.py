@@ -51,12 +51,13 @@ def tame_libraries() -> None:
     and the scheduler, and a spinning barrier waits for a thread that has no core. At a load of 5 on 2 cores,
     sampling 256 rows took 68 ms with libgomp's default and 5 ms so; on quiet cores both are the same.
 
-    oneDNN keeps code for 128 shapes, not 1024: every number of tokens in a step is a shape of its own. After
-    a minute of mixed requests the process had grown by 467 MB with the default and by 255 MB so, at the same
-    speed (docs/measured.md).
+    Every number of tokens in a step is a shape of its own for oneDNN. Its cache of compiled shapes and, above
+    that, the one of torch's bridge to it (LRU_CACHE_CAPACITY) keep 1024 each by default, with their scratch
+    memory; bounded so, the heap in use stays flat after the first requests (docs/measured.md).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 
 
 def setup_logging(level: str, name: str) -> None:
