@@ -1,0 +1,320 @@
+"""What goes wrong around a running server: real processes, an engine without a model."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server_harness import wait_until
+from tests.e2e.serving import Server, free_port, running, start
+
+BASE = ("--load-format", "dummy", "--device", "null", "--api-workers", "2")
+MODEL = "tiny-llama"
+FLAGS = (*BASE, "--max-running-requests", "8", "--null-step-ms", "10")
+PROMPT = [5, 6, 7]
+
+
+def body(num_tokens: int, **fields: object) -> dict[str, object]:
+    return {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": num_tokens, "ignore_eos": True},
+        **fields,
+    }
+
+
+class Client(threading.Thread):
+    """One request; `status` is None if the connection broke, `last` the last line or the body."""
+
+    def __init__(self, server: Server, num_tokens: int, *, is_stream: bool) -> None:
+        super().__init__(daemon=True)
+        self._url, self._is_stream, self._max_tokens = server.url, is_stream, num_tokens
+        self.status: int | None = None
+        self.last = ""
+        self.num_events = 0
+        self.answer = ""
+        self.ended_s = 0.0
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            request = body(self._max_tokens, stream=self._is_stream)
+            with httpx.stream("POST", f"{self._url}/generate", json=request, timeout=60) as reply:
+                for line in reply.iter_lines():
+                    self.last = line or self.last
+                    self.answer = line if "meta_info" in line else self.answer
+                    self.num_events += bool(line)
+                self.status = reply.status_code
+        self.ended_s = time.monotonic()
+
+    def num_tokens(self) -> int:
+        return len(json.loads(self.answer.removeprefix("data: "))["output_ids"])
+
+    def error(self) -> dict[str, object]:
+        return json.loads(self.last.removeprefix("data: "))["error"]
+
+
+def gone(processes: list[psutil.Process], timeout: float = 10) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
+
+
+def join(clients: list[Client], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    for client in clients:
+        client.join(max(deadline - time.monotonic(), 0))
+        assert not client.is_alive(), "a client still waits"
+
+
+@pytest.fixture
+def temporary_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The servers' folder for temporary files; its path is short, since sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_killed_engine(tmp_path: Path, temporary_files: Path) -> None:
+    server = start(tmp_path / "log", *FLAGS, model=MODEL)
+    children = server.children()
+    clients = [Client(server, 3000, is_stream=i % 2 == 0) for i in range(20)]
+    wait_until(lambda: server.stats()["running"] == 8 and server.stats()["queued"] == 12, "all to be there")
+    server.child("engine_process").kill()
+    killed_s = time.monotonic()
+    join(clients, 10)
+    for client in clients:
+        assert client.ended_s - killed_s < 5
+        assert client.status in (200, 503)  # told inside the stream, or instead of an answer
+        assert "[DONE]" not in client.last and client.error()["code"] in (503, "engine_dead", None)
+    assert sum(client.status == 200 for client in clients) <= 8
+    assert server.process.wait(15) == 1
+    gone(children)
+    assert "the engine ended with code -9" in server.log.read_text()
+    assert list(temporary_files.glob("*phalanx-run-*")) == []
+
+
+def test_killed_launcher_and_the_next_start(tmp_path: Path, temporary_files: Path) -> None:
+    server = start(tmp_path / "log", *FLAGS, model=MODEL)
+    children = server.children()
+    assert len(children) == 3
+    (left,) = temporary_files.glob("phalanx-run-*")
+    client = Client(server, 3000, is_stream=True)
+    wait_until(lambda: client.num_events > 2, "tokens")
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait()
+    gone(children)
+    join([client], 10)
+    assert left.exists()  # nobody was there to remove it
+    with running(tmp_path / "log2", *FLAGS, model=MODEL) as server:
+        assert not left.exists() and len(list(temporary_files.glob("phalanx-run-*"))) == 1
+        server.assert_live()
+    assert list(temporary_files.iterdir()) == []
+
+
+def test_sigterm_drains_and_then_aborts_with_an_error(tmp_path: Path) -> None:
+    with running(tmp_path / "log", *FLAGS, "--shutdown-timeout", "3", model=MODEL) as server:
+        children = server.children()
+        short = [Client(server, 100, is_stream=i % 2 == 0) for i in range(4)]
+        long = [Client(server, 4000, is_stream=i % 2 == 0) for i in range(4)]
+        queued = [Client(server, 50, is_stream=True), Client(server, 4000, is_stream=True)]
+        wait_until(lambda: server.stats()["queued"] == 2, "all to be there")
+        server.process.terminate()
+        began_s = time.monotonic()
+        wait_until(lambda: not _accepts(server.port), "the port to be closed", 3)
+        join([*short, *long, *queued], 15)
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - began_s < 20
+        gone(children)
+    for client in (*short, queued[0]):
+        assert client.status == 200 and "error" not in client.last, client.last
+    assert [client.last == "data: [DONE]" for client in short] == [True, False, True, False]
+    assert [client.num_tokens() for client in short] == [100] * 4
+    for client in (*long, queued[1]):
+        assert client.ended_s - began_s > 2.5
+        assert "shutting down" in client.error()["message"]
+    assert [client.status for client in long] == [200, 503, 200, 503]
+    assert "Traceback" not in server.log.read_text()
+
+
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with running(tmp_path / "log", *FLAGS, model=MODEL) as server:
+        children = server.children()
+        client = Client(server, 4000, is_stream=True)
+        wait_until(lambda: client.num_events > 2, "tokens")
+        server.process.terminate()
+        time.sleep(1)
+        assert server.process.poll() is None
+        server.process.terminate()
+        assert server.process.wait(5) == 0
+        gone(children)
+        join([client], 5)
+
+
+def _leave(server: Server, seed: int) -> None:
+    """Send a request and go away at some moment: while it is queued, prefilled, or answered."""
+    rng = random.Random(seed)
+    request = json.dumps(body(rng.choice([3, 400, 3000]), stream=rng.random() < 0.7)).encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(request)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        data = head + request
+        sock.sendall(data if rng.random() < 0.9 else data[: rng.randrange(len(data))])
+        if rng.random() < 0.5:
+            sock.settimeout(rng.random())
+            with contextlib.suppress(TimeoutError):
+                sock.recv(4096)
+        else:
+            time.sleep(rng.random() * 0.3)
+        if rng.random() < 0.5:  # a reset instead of an orderly end
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+def test_two_hundred_clients_that_leave(tmp_path: Path) -> None:
+    with running(tmp_path / "log", *FLAGS, model=MODEL) as server:
+        stays = Client(server, 600, is_stream=True)
+        with concurrent.futures.ThreadPoolExecutor(32) as pool:
+            list(pool.map(lambda seed: _leave(server, seed), range(200)))
+        wait_until(lambda: server.stats()["running"] <= 1 and server.stats()["queued"] == 0, "aborts")
+        join([stays], 30)
+        assert stays.last == "data: [DONE]" and stays.num_tokens() == 600
+        server.assert_live()
+        assert "Traceback" not in server.log.read_text()
+
+
+def faulty(kind: str, at_step: int) -> tuple[str, ...]:
+    return ("tests.e2e.faulty_server", kind, str(at_step))
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(tmp_path: Path) -> None:
+    module = faulty("engine-error", 40)
+    with running(tmp_path / "log", *FLAGS, model=MODEL, module=module) as server:
+        hit = [Client(server, 3000, is_stream=i % 2 == 0) for i in range(8)]
+        wait_until(lambda: server.stats()["running"] == 8, "all to run")
+        waits = Client(server, 20, is_stream=True)
+        join([*hit, waits], 30)
+        assert [client.status for client in hit] == [200, 500] * 4
+        for client in hit:
+            assert "the test broke this step" in client.error()["message"] and "[DONE]" not in client.last
+        assert waits.status == 200 and waits.last == "data: [DONE]" and waits.num_tokens() == 20
+        server.assert_live()
+        log = server.log.read_text()
+        assert "step 40 failed; its requests end with an error" in log
+        assert server.process.poll() is None
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("crash", ()), ("hang", ("--watchdog-timeout", "2"))])
+def test_an_engine_that_cannot_go_on_ends_the_server(
+    tmp_path: Path, kind: str, flags: tuple[str, ...]
+) -> None:
+    server = start(tmp_path / "log", *FLAGS, *flags, model=MODEL, module=faulty(kind, 40))
+    children = server.children()
+    clients = [Client(server, 3000, is_stream=i % 2 == 0) for i in range(12)]
+    join(clients, 30)
+    assert {client.status for client in clients} <= {200, 503}
+    for client in clients:
+        assert "the engine process has ended" in client.error()["message"]
+    assert server.process.wait(15) == 1
+    gone(children)
+    log = server.log.read_text()
+    assert "the engine ended with code 1" in log
+    assert ("ZeroDivisionError" if kind == "crash" else "Timeout (0:00:02)") in log
+
+
+def test_health_answers_while_a_step_lasts(tmp_path: Path) -> None:
+    flags = (*BASE, "--max-running-requests", "8", "--null-step-ms", "4000")
+    with running(tmp_path / "log", *flags, model=MODEL) as server:
+        client = Client(server, 2, is_stream=True)
+        time.sleep(0.5)
+        for _ in range(10):
+            began_s = time.monotonic()
+            assert httpx.get(f"{server.url}/health", timeout=1).status_code == 200
+            assert time.monotonic() - began_s < 1
+            time.sleep(0.2)
+        assert client.is_alive()
+        join([client], 30)
+        assert client.last == "data: [DONE]"
+
+
+def _limited(soft: int, hard: int, port: int) -> list[str]:
+    command = ["prlimit", f"--nofile={soft}:{hard}", sys.executable, "-m", "phalanx.launch_server"]
+    return [*command, "--model", MODEL, "--port", str(port), *FLAGS]
+
+
+def test_too_few_descriptors_are_refused_with_the_numbers() -> None:
+    done = subprocess.run(_limited(100, 200, free_port()), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("phalanx: error: ")]
+    assert len(errors) == 1 and "at most 200 files may be open (ulimit -Hn)" in errors[0]
+
+
+def test_clients_beyond_the_descriptors_are_refused_and_others_served(tmp_path: Path) -> None:
+    """The soft limit is raised to the hard one; beyond that, clients are told, and later ones are served."""
+    port = free_port()
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(_limited(64, 300, port), stdout=out, stderr=subprocess.STDOUT)
+    server = Server(process, port, log)
+    try:
+        wait_until(lambda: _accepts(port) and "is ready" in log.read_text(), "the server", 60)
+        with contextlib.ExitStack() as stack:
+            socks = []
+            for _ in range(900):  # two workers have at most 600 descriptors
+                sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                socks.append(sock)
+            answers = [_status(sock) for sock in socks]
+            assert answers.count(200) >= 300 and answers.count(503) >= 100
+            assert set(answers) <= {200, 503, None}  # None: cut off before it could be told
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200, "room again")
+        server.assert_live()
+        assert process.poll() is None and len(server.workers()) == 2
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def _status(sock: socket.socket) -> int | None:
+    try:
+        answer = sock.recv(4096)
+    except OSError:
+        return None
+    return int(answer.split(b" ", 2)[1]) if answer else None
+
+
+def test_port_in_use_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "phalanx.launch_server",
+            "--model",
+            MODEL,
+            "--port",
+            str(port),
+            *FLAGS,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+    assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "loading" not in done.stderr
