@@ -1,11 +1,13 @@
-"""What the load client costs: events per second and client core, against a sender on another core.
+"""What the load client costs: events per second and client core, against senders on other cores.
 
     python benchmarks/client_load.py --streams 4096 --events 64 --rate 40000
+    python benchmarks/client_load.py --streams 4096 --events 512 --rate 0 --client-processes 8 --senders 8
 
-The sender answers nobody before all streams are open, then writes one event of --event-bytes to each stream
-in turn, --rate events a second in all (0: as fast as it can). The client is the one of `bench serving` with
-all its accounting; its figures are computed and checked afterwards. Prints one JSON line last. On two cores
-or more the sender is bound to the last one and the client to the others.
+Nobody is answered before all streams are open; then each sender writes one event of --event-bytes to each of
+its streams in turn, --rate events a second over all senders (0: as fast as they can). The client is the one
+of `bench serving` with all its accounting; its figures are computed and checked afterwards. Prints one JSON
+line last. Each sender is bound to a core of its own, from the last one on, and the client to the others; with
+fewer cores than that nothing is bound.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import select
 import socket
 import time
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 
 import numpy as np
 
@@ -52,20 +55,27 @@ def raise_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def send_all(channel: Connection, args: argparse.Namespace, cores: set[int]) -> None:
-    """The sender process: accept, wait for every request, then write in turn."""
+def send_all(
+    rank: int,
+    listener: socket.socket,
+    channel: Connection,
+    all_open: Barrier,
+    args: argparse.Namespace,
+    cores: set[int],
+) -> None:
+    """A sender process: accept its share, wait for all requests of all senders, then write in turn."""
     os.sched_setaffinity(0, cores)
     raise_limit()
-    listener = socket.create_server(("127.0.0.1", 0), backlog=8192)
-    channel.send(listener.getsockname()[1])
-    streams = accept_all(listener, args.streams)
+    streams = accept_all(listener, len(range(rank, args.streams, args.senders)))
     chunks = [chunk(n, args.event_bytes) for n in range(1, args.events + 1)]
+    rate = args.rate / args.senders
+    all_open.wait()
     began = time.perf_counter()
     for number, data in enumerate([HEAD + chunks[0], *chunks[1:-1], chunks[-1] + END]):
         for place, stream in enumerate(streams):
             # Pace every 64 events: a burst of all streams at once would measure the queue, not the client.
-            if args.rate and place % 64 == 0:
-                due = began + (number * len(streams) + place) / args.rate
+            if rate and place % 64 == 0:
+                due = began + (number * len(streams) + place) / rate
                 while (wait := due - time.perf_counter()) > 0:
                     time.sleep(wait)
             stream.sendall(data)
@@ -73,12 +83,20 @@ def send_all(channel: Connection, args: argparse.Namespace, cores: set[int]) -> 
 
 
 def accept_all(listener: socket.socket, count: int) -> list[socket.socket]:
+    """Take `count` connections from a listener that other processes share, and read their requests."""
     poll, streams, ready = select.epoll(), {}, []
+    listener.setblocking(False)
     poll.register(listener, select.EPOLLIN)
     while len(ready) < count:
         for fileno, _ in poll.poll():
             if fileno == listener.fileno():
-                stream, _ = listener.accept()
+                try:
+                    stream, _ = listener.accept()
+                except BlockingIOError:
+                    continue  # another sender took it
+                if len(streams) + 1 == count:
+                    poll.unregister(listener)
+                stream.setblocking(True)
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 streams[stream.fileno()] = stream
                 poll.register(stream, select.EPOLLIN)
@@ -95,21 +113,35 @@ def main() -> None:
     parser.add_argument("--event-bytes", type=int, default=200)
     parser.add_argument("--rate", type=float, default=40000.0, help="events/s over all streams; 0: no pacing")
     parser.add_argument("--client-processes", type=int, default=1)
+    parser.add_argument("--senders", type=int, default=1)
     args = parser.parse_args()
+    if not (1 <= args.senders <= args.streams and args.events >= 2):
+        parser.error("1 to --streams senders, and 2 events or more")
     cores = sorted(os.sched_getaffinity(0))
-    sender_cores, client_cores = (
-        ({cores[-1]}, set(cores[:-1])) if len(cores) > 1 else (set(cores), set(cores))
-    )
-    here, there = mp.Pipe()
-    sender = mp.get_context("spawn").Process(target=send_all, args=(there, args, sender_cores), daemon=True)
-    sender.start()
-    os.sched_setaffinity(0, client_cores)
-    target = Target("127.0.0.1", here.recv())
+    bound = len(cores) > args.senders
+    raise_limit()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=8192)
+    spawn = mp.get_context("spawn")
+    all_open = spawn.Barrier(args.senders)
+    here, there = zip(*(mp.Pipe() for _ in range(args.senders)), strict=True)
+    senders = [
+        spawn.Process(
+            target=send_all,
+            args=(i, listener, there[i], all_open, args, {cores[-1 - i]} if bound else set(cores)),
+            daemon=True,
+        )
+        for i in range(args.senders)
+    ]
+    for sender in senders:
+        sender.start()
+    os.sched_setaffinity(0, set(cores[: -args.senders]) if bound else set(cores))
+    target = Target("127.0.0.1", listener.getsockname()[1])
     n = args.streams
     load = Load(target, [target.wire_request("/generate", b"{}")] * n, np.zeros(n), None, Flavor.NATIVE, True)
     record = run_fleet(load, args.client_processes)
-    send_s = here.recv()
-    sender.join(10)
+    send_s = max(channel.recv() for channel in here)
+    for sender in senders:
+        sender.join(10)
     asked = Asked(np.ones(n, np.int64), np.ones(n, np.int64), record.due, record.sent, np.empty(0))
     metrics = compute_metrics(
         record.outcomes, asked, record.ended - record.began, Words(), began=record.began
@@ -123,6 +155,11 @@ def main() -> None:
     shares = [process.cpu_share or 0.0 for process in client.processes]
     span = window[1] - window[0]
     result = {
+        "streams": n,
+        "client_processes": len(client.processes),
+        "senders": args.senders,
+        "rate_asked": args.rate,
+        "cores": len(cores),
         "completed": metrics.num_completed,
         "failures": metrics.failures,
         "events": len(times),
@@ -130,6 +167,7 @@ def main() -> None:
         "sender_events_per_s": n * args.events / send_s,
         "events_per_s": num_events / span,
         "client_cores": sum(shares),
+        "busiest_share": max(shares),
         "us_per_event": sum(shares) * span / num_events * 1e6,
         "events_per_s_per_core": num_events / span / max(sum(shares), 1e-9),
         "lag_p99_ms": client.worst("window_lag_p99_ms"),
