@@ -11,7 +11,7 @@ import zmq
 from phalanx.core.errors import ConfigError
 from phalanx.core.request import WORKER_SHIFT
 from phalanx.core.step import StepOutputs
-from phalanx.messages import Abort, Control, ControlReply, EngineReady
+from phalanx.messages import Abort, Control, ControlReply, EngineReady, encode
 from phalanx.runtime.channels import EngineChannel, LauncherChannel, WorkerChannel
 from phalanx.runtime.inproc_channel import InprocChannel
 
@@ -166,3 +166,61 @@ def test_path_too_long_is_a_config_error(tmp_path):
         EngineChannel(str(tmp_path / ("x" * 120)), 1)
     with pytest.raises(ConfigError, match="cannot open"):
         WorkerChannel(str(tmp_path / "missing"), 0)
+
+
+def test_a_new_worker_says_hello_and_an_ended_one_is_heard_no_more(tmp_path, caplog):
+    engine = EngineChannel(str(tmp_path), 2)
+    launcher = LauncherChannel(str(tmp_path))
+    old, other = (WorkerChannel(str(tmp_path), i) for i in range(2))
+    ends = [engine, launcher, old, other]
+    try:
+        old.send(Abort((1,)))
+        assert take(engine, 1) == [(0, Abort((1,)))]
+        launcher.worker_ended(0)
+        ((_, message),) = take(engine, 1)
+        assert message == Control(0, "worker_ended", {"worker": 0})
+        engine.send(0, EngineReady({}))  # to nobody, which is no error
+        old.send(Abort((2,)))  # was still under way
+        new = WorkerChannel(str(tmp_path), 2)
+        ends.append(new)
+        new.send(Abort((3,)))  # unknown as yet
+        new.send(Control(0, "hello"))
+        new.send(Abort((4,)))
+        got = []
+        while len(got) < 2:  # a wait may end with what is dropped alone
+            got += engine.recv(10_000)
+        assert got == [(2, Control(0, "hello")), (2, Abort((4,)))]
+        engine.send_outputs(outputs([1, 1 << WORKER_SHIFT | 1, 2 << WORKER_SHIFT | 7]))
+        assert [m.stream_ids.tolist() for m in take(new, 1)] == [[2 << WORKER_SHIFT | 7]]
+        assert [m.stream_ids.tolist() for m in take(other, 1)] == [[1 << WORKER_SHIFT | 1]]
+        new.send(Control(3, "relay", {"op": "abort"}))
+        assert engine.recv(200) == []
+        assert take(other, 1) == [Control(3, "abort", {"op": "abort"})] and len(take(new, 2)) == 2
+        assert old.recv(50) == [] and "no worker has number 2" in caplog.text
+    finally:
+        for end in ends:
+            end.close()
+
+
+def test_workers_greet_when_they_attach(tmp_path):
+    engine = EngineChannel(str(tmp_path), 1)
+    worker = WorkerChannel(str(tmp_path), 5)
+
+    async def attach():
+        worker.attach(asyncio.get_running_loop(), lambda messages: None)
+
+    asyncio.run(attach())
+    assert take(engine, 1) == [(5, Control(0, "hello"))]
+    worker.close()
+    engine.close()
+
+
+def test_the_launchers_number_is_good_for_nothing_else(tmp_path, caplog):
+    engine = EngineChannel(str(tmp_path), 1)
+    for message in (Abort((1,)), Control(1, "ping"), Control(0, "worker_ended", {"worker": "all"})):
+        launcher = LauncherChannel(str(tmp_path))
+        launcher._push.send_multipart([b"\xff" * 4, *encode(message)])
+        assert engine.recv(500) == []
+        launcher.close()
+    assert caplog.text.count("the launcher sends nothing of this kind") == 3
+    engine.close()

@@ -194,3 +194,30 @@ def test_detect_sees_this_machine() -> None:
     hardware = detect()
     assert hardware.num_cpus >= 1
     assert (hardware.gpu_name is None) == (hardware.gpu_bytes == 0)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 1), (16, 2), (24, 3), (32, 4), (192, 4)])
+def test_api_workers_go_by_the_cores(cores: int, workers: int) -> None:
+    settings = settle("--model m", hardware=msgspec.structs.replace(HARDWARE, num_cpus=cores))
+    assert settings.server.api_workers == workers
+    assert f"api_workers = {workers} ({cores} cores" in "\n".join(settings.choices)
+
+
+@pytest.mark.parametrize("flag", ["--api-workers", "--tokenizer-worker-num"])
+def test_api_workers_as_asked(flag: str) -> None:
+    settings = settle(f"--model m {flag} 3")
+    assert settings.server.api_workers == 3
+    assert "api_workers" not in "\n".join(settings.choices)
+    for count in (0, -1, 65):
+        with pytest.raises(ConfigError, match="--api-workers"):
+            settle(f"--model m {flag} {count}")
+
+
+def test_timeouts() -> None:
+    server = settle("--model m --shutdown-timeout 0 --watchdog-timeout 0").server
+    assert (server.shutdown_timeout_s, server.watchdog_timeout_s) == (0, 0)
+    server = settle("--model m --shutdown-timeout 2.5 --watchdog-timeout 60").server
+    assert (server.shutdown_timeout_s, server.watchdog_timeout_s) == (2.5, 60)
+    for flags in ("--shutdown-timeout -1", "--shutdown-timeout nan", "--watchdog-timeout 0.5"):
+        with pytest.raises(ConfigError, match=flags.split()[0]):
+            settle(f"--model m {flags}")
