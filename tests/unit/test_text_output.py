@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -327,3 +328,39 @@ def test_smollm2_conversation() -> None:
     plain.push(ids, Finish.STOP)
     assert plain.output_text == "Sure: 世界 👩‍👩‍👧 é.\n\nUser: more?"
     assert plain.finish_reason == FinishReason("stop", 2)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_whole_ids_may_go_by_the_table(family: str, data: st.DataObject) -> None:
+    """`push_whole` where it agrees, `push` where not: the same ids and text, and JSON of that text."""
+    tokenizer = FAMILIES[family]()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    sampling = SamplingParams(skip_special_tokens=data.draw(st.booleans()))
+    detokenizer = tiny_tokenizers.detokenizer(tokenizer)
+    mixed, plain = TextStream(detokenizer, sampling), TextStream(detokenizer, sampling)
+    for token in ids:
+        wanted = plain.push([token]).text
+        piece = mixed.push_whole(token) if data.draw(st.booleans()) else None
+        if piece is None:
+            assert mixed.push([token]).text == wanted
+        else:
+            assert msgspec.json.decode(b'"' + piece + b'"') == wanted
+            assert b'"' + piece + b'"' == msgspec.json.encode(wanted)
+    assert mixed.push([], Finish.LENGTH) == plain.push([], Finish.LENGTH)
+    assert mixed.output_ids == plain.output_ids == ids
+    assert mixed.output_text == plain.output_text
+    assert mixed.push_whole(0) is None and mixed.output_ids == ids
+
+
+def test_what_needs_more_does_not_go_by_the_table() -> None:
+    tokenizer = tiny_tokenizers.byte_level()
+    detokenizer = tiny_tokenizers.detokenizer(tokenizer)
+    (letter,) = tokenizer.encode("a")
+    assert TextStream(detokenizer, SamplingParams()).push_whole(letter) == b"a"
+    assert TextStream(detokenizer, SamplingParams(stop=("x",))).push_whole(letter) is None
+    assert TextStream(None, SamplingParams()).push_whole(letter) is None
+    half = TextStream(detokenizer, SamplingParams())
+    half.push(tokenizer.encode("世")[:1])
+    assert half.push_whole(letter) is None

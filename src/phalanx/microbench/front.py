@@ -13,6 +13,7 @@ import gc
 import json
 import resource
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
                         figures.append(_measure(name, args, server, sayings))
                         gc.collect()
     except Mismatch as error:
-        print(f"phalanx: error: the answers are wrong: {error}")
+        print(f"phalanx: error: the answers are wrong: {error}", file=sys.stderr)
         return 1
     finally:
         gc.enable()
