@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.bench import compare, sweep
 from phalanx.bench.args import add_arguments
+from phalanx.bench.charts import tradeoff_points
 from phalanx.bench.comparison import Comparison, compare_lines
 from phalanx.bench.datasets import draw_lengths_vllm, load_requests
 from phalanx.bench.errors import BenchError
@@ -385,6 +386,13 @@ def test_the_knee_is_the_highest_point_below_which_all_are_good(
     knee = find_knee(lines, 0.99)
     assert (knee.value, knee.first_bad) == (value, first_bad)
     assert knee.describe("rate") == f"Knee: {text}"
+
+
+def test_a_chart_of_throughput_against_latency_joins_the_repeats_of_a_point() -> None:
+    runs = [(2, 10.0, 5.0), (1, 4.0, 1.0), (2, 12.0, 7.0), (1, 6.0, None)]
+    lines = [{"sweep": {"value": v}, "output_throughput": t, "median_ttft_ms": ms} for v, t, ms in runs]
+    expected = [(1, [4.0], [1.0]), (2, [10.0, 12.0], [5.0, 7.0])]
+    assert tradeoff_points(lines, "median_ttft_ms") == expected
 
 
 def test_a_figure_is_shown_as_measured() -> None:

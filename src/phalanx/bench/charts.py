@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 Line = dict[str, Any]
 
 _SIZE = (9.0, 3.6)
@@ -32,7 +34,7 @@ def draw_all(lines: Sequence[Line], labels: Sequence[str]) -> list[tuple[str, st
     """
     charts: list[tuple[str, Callable[[Any], None]]] = []
     if len(lines) > 1:
-        charts.append(("Throughput against latency", lambda figure: _tradeoff(figure, lines, labels)))
+        charts.append(("Throughput against latency", lambda figure: _tradeoff(figure, lines)))
     charts.append(("Percentiles", lambda figure: _percentiles(figure, lines, labels)))
     charts.append(("Distribution of TTFT and ITL", lambda figure: _distributions(figure, lines, labels)))
     charts.append(
@@ -77,23 +79,41 @@ def _colors(count: int) -> list[Any]:
     return [colormaps["viridis"](i / max(count - 1, 1) * 0.9) for i in range(count)]
 
 
-def _tradeoff(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> None:
+def _tradeoff(figure: Any, lines: Sequence[Line]) -> None:
+    """A curve through the medians of each point's repeats."""
     for axis, (name, title) in zip(figure.subplots(1, 2), (("ttft", "TTFT"), ("itl", "ITL")), strict=True):
         for figure_name, style in (("median", "o-"), ("p99", "s--")):
-            points = [
-                (line["output_throughput"], line[f"{figure_name}_{name}_ms"], label)
-                for line, label in zip(lines, labels, strict=True)
-                if line[f"{figure_name}_{name}_ms"] is not None
-            ]
-            axis.plot(
-                [p[0] for p in points], [p[1] for p in points], style, ms=4, label=f"{title} {figure_name}"
+            points = tradeoff_points(lines, f"{figure_name}_{name}_ms")
+            (curve,) = axis.plot(
+                [np.median(p[1]) for p in points],
+                [np.median(p[2]) for p in points],
+                style,
+                ms=4,
+                label=f"{title} {figure_name}",
             )
-            if figure_name == "median":
-                for x, y, label in points[:_MAX_CURVES]:
-                    axis.annotate(label, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            for value, throughputs, latencies in points:
+                # The repeats of a point, around their median.
+                axis.plot(throughputs, latencies, ".", ms=3, alpha=0.5, color=curve.get_color())
+                if figure_name == "median":
+                    place = (float(np.median(throughputs)), float(np.median(latencies)))
+                    axis.annotate(f"{value:g}", place, textcoords="offset points", xytext=(4, 4), fontsize=7)
         axis.set(xlabel="output tokens/s", ylabel=f"{title} (ms)")
         _from_zero(axis)
-        axis.legend()
+        _legend(axis)
+
+
+def tradeoff_points(lines: Sequence[Line], field: str) -> list[tuple[float, list[float], list[float]]]:
+    """Return (swept value, output tokens/s of its repeats, `field` of its repeats), by rising value.
+
+    Runs that did not measure `field` are left out.
+    """
+    found: dict[float, tuple[list[float], list[float]]] = {}
+    for line in lines:
+        if line[field] is not None:
+            throughputs, latencies = found.setdefault(line["sweep"]["value"], ([], []))
+            throughputs.append(line["output_throughput"])
+            latencies.append(line[field])
+    return [(value, *found[value]) for value in sorted(found)]
 
 
 def _percentiles(figure: Any, lines: Sequence[Line], labels: Sequence[str]) -> None:

@@ -40,7 +40,7 @@ class MetricsSampler:
         if self._ask(target) is None:
             raise BenchError(
                 f"--server-metrics: {target.url}/metrics does not tell running and queued requests "
-                "(SGLang and Phalanx need --enable-metrics)"
+                "(SGLang needs --enable-metrics)"
             )
         self._target = target
         self._samples: list[tuple[float, float, float]] = []
