@@ -14,7 +14,7 @@ from phalanx.kvcache.pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """batch: the step. long_rows: decode rows far longer than the rest; None where the context has no room."""
+    """batch: the step. long_rows: its decode rows far longer than the rest; None: the context has no room."""
 
     batch: ForwardBatch
     long_rows: LongRows | None

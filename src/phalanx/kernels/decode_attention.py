@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_with_numba
+from phalanx.kernels.decode_attention_long import LongRows
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT = (torch.int32, torch.int64)

@@ -1,9 +1,9 @@
 """Rows that are far longer than the rest of a decode batch: found on the device, cut into pieces.
 
 One program reads a whole row, so that a row of 100,000 tokens among thousands of short ones would keep a GPU
-waiting long after the others are done. Rows above a threshold are therefore left out of the main launch; their
-pieces go to a second one, in which any program takes any piece, and a third joins what belongs to one row.
-Nothing is read on the host, so a captured step serves long rows as they come.
+waiting long after the others are done. Rows above a threshold are therefore left out of the main launch;
+their pieces go to a second one, in which any program takes any piece, and a third joins what belongs to one
+row. Nothing is read on the host, so a captured step serves long rows as they come.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _INT = (torch.int32, torch.int64)
 class LongRows:
     """The long rows of one batch of bs rows, for `decode_attention`; all tensors on the device.
 
-    short_lens: [bs], the lengths with 0 in place of rows that are cut. counts: [2] int32, pieces and rows that
-    are cut. lanes, first_piece: [MAX_LONG] int32, position in the batch and number of the first piece of each
-    row that is cut; entries past their number are undefined. max_pieces: room for so many pieces; a row that
-    finds none left is not cut. piece_tokens: tokens of a piece, but for the last one of a row.
+    short_lens: [bs], the lengths with 0 in place of rows that are cut. counts: [2] int32, pieces and rows
+    that are cut. lanes, first_piece: [MAX_LONG] int32, position in the batch and number of the first piece of
+    each row that is cut; entries past their number are undefined. max_pieces: room for so many pieces; a row
+    that finds none left is not cut. piece_tokens: tokens of a piece, but for the last one of a row.
     """
 
     short_lens: torch.Tensor
