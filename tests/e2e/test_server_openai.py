@@ -244,6 +244,12 @@ def test_prompt_kinds(client, engine, prompt, ids):
     assert {c.text for c in reply.choices} == {"ab"} and reply.object == "text_completion"
     assert reply.usage.prompt_tokens == sum(map(len, ids))
     assert reply.usage.completion_tokens == 4 * len(ids)
+    named = client.completions.create(
+        model="default", prompt=prompt, max_tokens=2, n=2, extra_body={"rid": "mine"}
+    )
+    assert len(named.choices) == 2 * len(ids)
+    rids = [r.rid for r in engine.seen if r.rid is not None]
+    assert len(set(rids)) == len(rids) == 2 * len(ids), "the engine refuses a name that is in use"
 
 
 def test_completion_stream(client):

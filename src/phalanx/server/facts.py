@@ -48,6 +48,17 @@ def model_info(worker: ApiWorker) -> dict[str, Any]:
     }
 
 
+def tokenizer_info(worker: ApiWorker) -> dict[str, Any]:
+    """vLLM's /tokenizer_info: what a client without the tokenizer must know beside /tokenize."""
+    tokenizer = worker.require_tokenizer()
+    ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(worker.settler.eos_token_ids), None)}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: None if i is None else tokenizer.id_to_token(i) for name, i in ids.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+
+
 def server_info(worker: ApiWorker, stats: dict[str, Any]) -> dict[str, Any]:
     """Every settled setting, flat under SGLang's names and nested as it is kept; the engine's counters.
 

@@ -40,7 +40,7 @@ class RequestLog:
         streams = call.streams
         fields: dict[str, Any] = {
             "event": "received",
-            "rid": streams[0].rid if streams else None,
+            "rid": call.rid or streams[0].rid,
             "sequences": len(streams),
             "prompt_tokens": [s.num_prompt_tokens for s in self._shown(streams)],
             "stream": call.is_stream,
@@ -58,7 +58,7 @@ class RequestLog:
         streams = call.streams
         fields: dict[str, Any] = {
             "event": "ended",
-            "rid": streams[0].rid if streams else None,
+            "rid": call.rid or streams[0].rid,
             "completion_tokens": [s.num_output_tokens for s in self._shown(streams)],
             "finish": [None if s.finish is None else s.finish.kind for s in self._shown(streams)],
             "e2e_ms": round((time.monotonic() - call.started_s) * 1e3, 3),

@@ -16,7 +16,7 @@ from phalanx.core.errors import RequestError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.server.calls import Ask, check_rid, make_streams, new_call, run_call
 from phalanx.server.errors import decode_json
-from phalanx.server.facts import model_card, model_info, server_info
+from phalanx.server.facts import model_card, model_info, server_info, tokenizer_info
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.metrics import render
 from phalanx.server.response import Message, encode_json, read_body
@@ -115,6 +115,10 @@ def _add_facts(router: APIRouter, worker: ApiWorker) -> None:
     @router.get("/get_model_info", include_in_schema=False)
     async def get_model_info() -> dict[str, Any]:
         return model_info(worker)
+
+    @router.get("/tokenizer_info")
+    async def get_tokenizer_info() -> dict[str, Any]:
+        return tokenizer_info(worker)
 
     @router.get("/server_info")
     @router.get("/get_server_info", include_in_schema=False)

@@ -110,10 +110,17 @@ async def _run(
     )
     call = new_call(form, response, is_stream=bool(body.stream))
     check_rid(body.rid)
-    rid = body.rid or envelope.id
-    asks = [Ask(ids, sampling, logprobs, rid) for ids in prompts]
+    call.rid = body.rid or envelope.id
+    asks = [Ask(ids, sampling, logprobs, rid) for ids, rid in zip(prompts, _rids(body, prompts), strict=True)]
     await make_streams(worker, call, asks, openai_names(body))
     await run_call(worker, call, receive)
+
+
+def _rids(body: ChatBody | CompletionBody, prompts: list[list[int]]) -> list[str | None]:
+    """Each prompt's name, if the client gave one: no two sequences that run may share it."""
+    if body.rid is None or len(prompts) == 1:
+        return [body.rid] * len(prompts)
+    return [f"{body.rid}_{i}" for i in range(len(prompts))]
 
 
 async def _prompts(worker: ApiWorker, body: CompletionBody) -> tuple[list[str] | None, list[list[int]]]:
