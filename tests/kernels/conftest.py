@@ -22,6 +22,7 @@ def triton_interpreter():
 if INTERPRET:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        import phalanx.kernels.decode_attention_long_triton
         import phalanx.kernels.decode_attention_triton
         import phalanx.kernels.kv_indices_triton
         import phalanx.kernels.prefill_attention_triton

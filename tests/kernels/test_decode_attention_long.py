@@ -13,6 +13,19 @@ from tests.kernels.test_decode_attention import DEVICE, Case, assert_near, one_t
 
 __all__ = ["one_thread"]
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # compiled there, interpreted here
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """So that programs take several pieces, and the interpreter runs no thousand idle ones."""
+    from phalanx.kernels import decode_attention_long_triton as kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_PROGRAMS", 6)
+        patch.setattr(kernels, "_MERGE_ROWS", 2)
+        yield
+
+
 few = settings(max_examples=max(8, settings.default.max_examples // 5))  # the interpreter is slow
 
 

@@ -121,7 +121,7 @@ def attend_pieces(
             total = total * shrink + tl.sum(p, 1)
             peak = new_peak
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        base = partial + (piece.to(tl.int64) * (KV_HEADS * GROUP) + q_head) * (DIM + 2)
+        base = partial + (piece * (KV_HEADS * GROUP) + q_head) * (DIM + 2)
         tl.store(base + dim, acc, mask=q_mask)
         tl.store(base + DIM, peak[:, None], mask=group < GROUP)
         tl.store(base + (DIM + 1), total[:, None], mask=group < GROUP)
