@@ -9,19 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.core.histogram import BOUNDS_S, Histogram, mean_s, quantile_s
 from phalanx.engine.launch_times import LaunchClock, LaunchTimes
 from phalanx.runtime import step_times
-from phalanx.runtime.step_times import (
-    BOUNDS_S,
-    PHASES,
-    Histogram,
-    StepTimer,
-    StepTimes,
-    difference,
-    mean_s,
-    quantile_s,
-    summary_ms,
-)
+from phalanx.runtime.step_times import PHASES, StepTimer, StepTimes, difference, summary_ms
 
 MS = 1_000_000
 

@@ -6,62 +6,13 @@ up to date in bulk, every few hundred steps and when they are asked for.
 
 from __future__ import annotations
 
-import math
 import time
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from phalanx.core.histogram import BOUNDS_S, Histogram, mean_s, quantile_s
 from phalanx.engine.launch_times import LaunchTimes
-
-_PER_DECADE = 10
-_DECADES = (-6, 1)  # 1 us .. 10 s; what is longer falls into a last bucket without a bound
-BOUNDS_S: npt.NDArray[np.float64] = np.round(
-    10.0 ** (np.arange(_DECADES[0] * _PER_DECADE, _DECADES[1] * _PER_DECADE + 1) / _PER_DECADE), 9
-)
-_BOUNDS_NS = np.round(BOUNDS_S * 1e9).astype(np.int64)
-_FOLD_AT = 512  # values of one phase that wait: folding them takes some 20 us
-
-
-class Histogram:
-    """Durations in fixed, log-spaced buckets: bucket i holds those above BOUNDS_S[i-1] and up to BOUNDS_S[i].
-
-    The last bucket, number len(BOUNDS_S), holds what is longer than every bound.
-    """
-
-    def __init__(self) -> None:
-        self._buckets = np.zeros(len(BOUNDS_S) + 1, np.int64)
-        self._sum_ns = 0
-        self._waiting = array("q")
-
-    def add(self, duration_ns: int) -> None:
-        """Record one duration."""
-        self._waiting.append(duration_ns)
-        if len(self._waiting) >= _FOLD_AT:
-            self._fold()
-
-    def snapshot(self) -> dict[str, Any]:
-        """{"count": n, "sum_s": seconds, "buckets": [n of each bucket]}."""
-        self._fold()
-        return {
-            "count": int(self._buckets.sum()),
-            "sum_s": self._sum_ns / 1e9,
-            "buckets": self._buckets.tolist(),
-        }
-
-    def _fold(self) -> None:
-        if not self._waiting:
-            return
-        values = np.array(self._waiting, np.int64)
-        self._waiting = array("q")
-        self._sum_ns += int(values.sum())
-        self._buckets += np.bincount(
-            np.searchsorted(_BOUNDS_NS, values, side="left"), minlength=len(self._buckets)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,29 +132,6 @@ def difference(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
             "buckets": [a - b for a, b in zip(late["buckets"], early["buckets"], strict=True)],
         }
     return result
-
-
-def mean_s(histogram: Mapping[str, Any]) -> float | None:
-    """Mean of a snapshot, seconds; None if it is empty."""
-    return histogram["sum_s"] / histogram["count"] if histogram["count"] else None
-
-
-def quantile_s(bounds_s: list[float], histogram: Mapping[str, Any], q: float) -> float | None:
-    """The q-quantile (0 < q <= 1) of a snapshot, seconds; None if it is empty.
-
-    Right to a bucket, and interpolated on the log scale inside it: with ten buckets a decade it is off by a
-    factor of 1.26 at most. Above the last bound, that bound.
-    """
-    rank, below = q * histogram["count"], 0
-    for i, count in enumerate(histogram["buckets"]):
-        if count and below + count >= rank:
-            if i == len(bounds_s):
-                return bounds_s[-1]
-            high = bounds_s[i]
-            low = bounds_s[i - 1] if i else high * 10 ** (-1 / _PER_DECADE)
-            return low * math.pow(high / low, (rank - below) / count)
-        below += count
-    return None
 
 
 def summary_ms(snapshot: Mapping[str, Any], phase: str) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ class Waiting:
         prompt_len: tokens of its prompt.
         num_pages: pages it can hold at most.
         packed: its record, see `records`.
+        queued_ns: when it was queued (`time.perf_counter_ns`).
     """
 
     request: EngineRequest
     prompt_len: int
     num_pages: int
     packed: bytes
+    queued_ns: int = 0
 
 
 class WaitingQueue:
@@ -41,6 +44,7 @@ class WaitingQueue:
 
     def push(self, waiting: Waiting) -> None:
         """Append."""
+        waiting.queued_ns = time.perf_counter_ns()
         self._entries[waiting.request.stream_id] = waiting
 
     def in_order(self) -> Iterable[Waiting]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -161,9 +162,8 @@ class Scheduler:
             no_token_index=final_index[max_new_tokens[final_index] == 0],
         )
         self._launched.append(step)
-        self._counters.prompt_tokens += len(prefill.input_ids)
         rows32 = sample_rows.astype(np.int32)
-        return StepPlan(
+        plan = StepPlan(
             step_id=step.step_id,
             decode_rows=rows32[: len(decode_rows)],
             entering=entering,
@@ -174,6 +174,8 @@ class Scheduler:
             needs_eager=num_generated < table.eager_until.take(sample_rows),
             logprobs=self._logprobs.plan(sample_rows, chunks),
         )
+        self._counters.planned(plan)
+        return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         """Take in what a step produced. Steps are applied in the order they were planned.
@@ -199,7 +201,7 @@ class Scheduler:
             live_chunks=table.state[chunk_rows] != RowState.ZOMBIE,
             chunk_stream_ids=table.stream_ids[chunk_rows],
         )
-        self._counters.count(outputs)
+        self._counters.ended(outputs)
         ended = ended[live[ended]]
         if len(ended):
             self._forget(rows[ended])
@@ -224,7 +226,7 @@ class Scheduler:
         rows = step.all_rows()
         rows = rows[self.table.state[rows] != RowState.ZOMBIE]
         outputs = end_outputs(step.step_id, self.table.stream_ids[rows], Finish.ERROR, message)
-        self._counters.count(outputs)
+        self._counters.ended(outputs)
         self._drop_partial(rows.tolist())
         self._forget(rows)
         self._retire(rows, self._last_planned)
@@ -257,8 +259,8 @@ class Scheduler:
         """Streams that wait or run."""
         return [*self._queue.stream_ids(), *self._row_of]
 
-    def stats(self) -> dict[str, int]:
-        """Gauges and counters, by name: running, queued, pages_*, *_total."""
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters by name: running, queued, pages_*, *_total; histograms as in core.histogram."""
         allocator = self.pages.allocator
         return {
             "running": self.num_running,
@@ -314,6 +316,7 @@ class Scheduler:
 
     def _enter(self, admitted: list[Waiting], lens: list[int]) -> tuple[EnteringRows, Chunks]:
         requests, records = [w.request for w in admitted], unpack(admitted)
+        self._counters.entered([w.queued_ns for w in admitted])
         rows = self.table.enter(records)
         prompt_lens = records["prompt_len"].copy()
         self.pages.enter(rows, prompt_lens, records["num_pages"])
