@@ -80,6 +80,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     gc.disable()  # as LLM.generate does
     drive(llm, prompts[:WARM_UP], [min(n, 16) for n in lens[:WARM_UP]])
     before, steps_before = llm.host_times(), llm._worker.num_steps
+    memory = allocator_counts()
     duration, tokens = drive(llm, prompts, lens)
     gc.enable()
     if tokens["counts"] != lens:
@@ -91,6 +92,7 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, Any]:
         "req_per_s": len(prompts) / duration,
         "output_tok_per_s": sum(lens) / duration,
         "num_steps": llm._worker.num_steps - steps_before,
+        "allocator": {name: n - memory[name] for name, n in allocator_counts().items()},
         "pool_tokens": llm.info["max_total_num_tokens"],
         "ttft_ms": percentiles(tokens["ttft_s"]),
         "itl_ms": percentiles(tokens["itl_s"]),
@@ -102,6 +104,14 @@ def measure(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return record
+
+
+def allocator_counts() -> dict[str, int]:
+    """How often torch asked the device for memory, and gave back what it kept; both wait for the device."""
+    import torch
+
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return {name: stats.get(name, 0) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
 
 
 def drive(llm: Any, prompts: list[np.ndarray], lens: list[int]) -> tuple[float, dict[str, Any]]:

@@ -6,6 +6,8 @@ the per-request loop that serving engines ran before a kernel replaced it.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from phalanx.kernels.step_prep import StepPrepBuffers
@@ -21,7 +23,7 @@ def create_kv_indices_naive(
     *,
     page_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One slice per request and one `torch.cat`; arguments and results as in `create_kv_indices`.
+    """One slice per request and one `torch.cat`, as in SGLang before PR #1262; as `create_kv_indices`.
 
     kv_indptr is taken together with kv_indices, or not at all. Reads rows, lengths and starts on the host,
     so on CUDA it synchronises. Raises ValueError if kv_indices is too short.
@@ -35,8 +37,14 @@ def create_kv_indices_naive(
     if page_size > 1:
         pieces = [piece // page_size for piece in pieces]
     counts = [len(piece) for piece in pieces]
-    if kv_indptr is not None and kv_indices is not None:  # The given offsets need not be dense.
-        for offset, count, piece in zip(kv_indptr.tolist(), counts, pieces, strict=False):
+    if kv_indptr is not None and kv_indices is not None:
+        offsets = kv_indptr.tolist()
+        if offsets == [0, *itertools.accumulate(counts)]:
+            _check_room(kv_indices, offsets[-1])
+            if pieces:
+                kv_indices[: offsets[-1]] = torch.cat(pieces)
+            return kv_indptr, kv_indices
+        for offset, count, piece in zip(offsets, counts, pieces, strict=False):  # with gaps
             _check_room(kv_indices, offset + count if count else 0)
             kv_indices[offset : offset + count] = piece
         return kv_indptr, kv_indices
