@@ -51,6 +51,10 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
     with serving(respond) as server:
         server.gauges = (2, 1)
+        server.info |= {
+            "host_time_between_steps_ms": {"mean": 0.25, "p99": 1.5},
+            "kv_indices_backend": "<i>",
+        }
         argv = ["--base-url", server.url, "--concurrencies", "4", "1", "2", "--num-prompts", "12"]
         argv += ["--goodput", "e2el:60000", "--server-metrics", "--header", "X-Key=s3cret"]
         argv += ["--output-file", str(folder / "out.jsonl"), "--report", str(folder / "report.html")]
@@ -114,6 +118,7 @@ def test_sweep_runs_every_point_and_writes_the_page(swept: tuple[Path, list[dict
     text = path.read_text()
     assert_page_shows(text, lines)
     assert "s3cret" not in text
+    assert text.count("<td>0.25</td><td>1.50</td><td>&lt;i&gt;</td>") == 3
     # 11 of 12 is under 99%.
     knee = "Knee: none, concurrency 1, the lowest tried, misses the targets (e2el <= 60000 ms)"
     assert Page(text).by_id["knee"] == knee

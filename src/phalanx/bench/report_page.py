@@ -94,6 +94,7 @@ def render_page(lines: Sequence[dict[str, Any]], knee: Knee) -> str:
     parts.append(_table(lines, labels, knee.value))
     for title, svg in draw_all(lines, labels):
         parts.append(f"<h2>{title}</h2>{svg}")
+    parts.append(_host_times(lines, labels))
     parts.append(_failures(lines, labels))
     parts.append(_configuration(lines))
     # "<" is written as an escape, so that no text of a run can end the block.
@@ -129,6 +130,24 @@ def _table(lines: Sequence[dict[str, Any]], labels: Sequence[str], knee: float |
         '<h2>Figures</h2><div class="wide"><table id="figures"><thead>'
         f"<tr><th>{kind}</th>{heads}</tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _host_times(lines: Sequence[dict[str, Any]], labels: Sequence[str]) -> str:
+    """What the server said of its own steps after each run; nothing where it says nothing."""
+    rows = []
+    for line, label in zip(lines, labels, strict=True):
+        between, backend = line.get("host_time_between_steps_ms"), line.get("kv_indices_backend")
+        if between or backend:
+            cells = [(between or {}).get("mean"), (between or {}).get("p99"), backend]
+            shown = "".join(f"<td>{html.escape(show(cell))}</td>" for cell in cells)
+            rows.append(f"<tr><td>{html.escape(label)}</td>{shown}</tr>")
+    if not rows:
+        return ""
+    return (
+        '<h2>Host time between steps, as the server tells</h2><table id="host"><thead>'
+        "<tr><th>Run</th><th>Mean (ms)</th><th>P99 (ms)</th><th>KV-indices backend</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
 
