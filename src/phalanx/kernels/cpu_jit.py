@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
@@ -11,6 +17,8 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from phalanx.kernels.cpu_vectors import BF16, FP32
+
+logger = logging.getLogger(__name__)
 
 # Division by zero is inf, as the hardware has it: a check that raises would keep loops from becoming vectors.
 inlined = njit(forceinline=True, error_model="numpy")
@@ -20,9 +28,37 @@ inlined_sums = njit(forceinline=True, error_model="numpy", fastmath={"reassoc", 
 KINDS = {torch.float32: FP32, torch.bfloat16: BF16}
 
 
-def compiled(function: Any) -> Any:
-    """A kernel's entry: compiled at once, or read from the cache on disk."""
-    return cfunc(types.void(types.int64), cache=True, error_model="numpy")(function)
+@functools.cache
+def _version() -> int:
+    """Changes with the code of any kernel and with the CPU."""
+    text = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode()
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*_numba.py"), *folder.glob("*_vectors.py"), folder / "cpu_jit.py"])
+    return zlib.crc32(b"".join([text, *(file.read_bytes() for file in files)]))
+
+
+def compiled(*variant: int) -> Callable[[Any], Any]:
+    """Decorates a kernel's entry, `void run(int64_t *block)`: compiles it, or reads it from numba's cache.
+
+    numba's cache sees changes of the file that a function is in, not of what it calls, and keeps all variants
+    of one function in one index, which two processes that compile different ones at once can spoil. So every
+    variant, version and CPU gets a name of its own, under which all processes write the same.
+    """
+
+    def decorate(function: Any) -> Any:
+        function.__qualname__ = "_".join(map(str, [function.__name__, *variant, _version()]))
+        compile_it = cfunc(types.void(types.int64), error_model="numpy", cache=True)
+        try:
+            return compile_it(function)
+        except RuntimeError as error:
+            if "no locator available" not in str(error):
+                raise
+            logger.warning(
+                "CPU kernels are compiled at every start: no folder for numba's cache can be written"
+            )
+            return cfunc(types.void(types.int64), error_model="numpy")(function)
+
+    return decorate
 
 
 @intrinsic

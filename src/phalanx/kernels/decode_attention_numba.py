@@ -27,7 +27,8 @@ from phalanx.kernels.cpu_jit import (
     int64s,
 )
 from phalanx.kernels.cpu_parallel import HEADER, Kernel
-from phalanx.kernels.cpu_vectors import AHEAD, load_row, store_row, tile_scores, tile_values, token_block
+from phalanx.kernels.cpu_vectors import load_row, store_row
+from phalanx.kernels.decode_attention_vectors import AHEAD, tile_scores, tile_values, token_block
 
 TILE = 128  # tokens, a multiple of every token block
 MAX_GROUP = 8  # queries that share one read of K and V
@@ -63,7 +64,7 @@ def _exponentials(scores, count, largest):
 
 
 def _build(group: int, dim: int, kind: int, block: int):
-    @compiled
+    @compiled(group, dim, kind)
     def run(address):
         a = int64s(address, HEADER + _ARGUMENTS)
         bounds = int32s(a[2], a[1] + 1)

@@ -52,7 +52,7 @@ def _scale(x, weight, out, hidden, factor, kind):
 
 
 def _build(kind: int):
-    @compiled
+    @compiled(kind)
     def run(address):
         a = int64s(address, HEADER + _ARGUMENTS)
         num_tokens, per_chunk, hidden, eps = a[2], a[3], a[4], float_of(a[5])

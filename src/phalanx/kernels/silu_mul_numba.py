@@ -33,7 +33,7 @@ def _row(gate, up, out, size, kind):
 
 
 def _build(kind: int):
-    @compiled
+    @compiled(kind)
     def run(address):
         a = int64s(address, HEADER + _ARGUMENTS)
         num_tokens, per_chunk, size, element_bytes = a[2], a[3], a[4], a[5]

@@ -208,7 +208,8 @@ class Decoder:
 
         start = time.perf_counter()
         config = self.config
-        cpu_warm_up.compile_kernels(self.dtype, config.num_q_heads // config.num_kv_heads, config.head_dim)
+        group = config.num_q_heads // config.num_kv_heads
+        cpu_warm_up.compile_kernels(self.dtype, group, config.head_dim, config.qk_norm)
         logger.info(
             "CPU kernels: ready after %.1f s (kept on disk for the next start)", time.perf_counter() - start
         )
