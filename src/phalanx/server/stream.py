@@ -79,10 +79,12 @@ class Dispatcher:
             call.answering = None
         # Call, streams and response know each other; without these ties they go without the collector.
         call.response.on_writable = None
+        for stream in call.streams:
+            stream.lane = None
         call.streams.clear()
 
-    def _release(self, streams: Iterable[OutputStream]) -> None:
-        """Forget streams and end them in the engine."""
+    def _release(self, streams: Iterable[OutputStream]) -> int:
+        """Forget streams and end them in the engine; returns how many of them were running."""
         ids = [s.stream_id for s in streams if self._streams.pop(s.stream_id, None) is not None]
         if ids:
             self._abort(ids)
