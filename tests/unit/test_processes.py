@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.core.errors import ConfigError
 from phalanx.runtime import collector, launch, workers
-from phalanx.runtime.collector import IdleCollector, PauseMeter
+from phalanx.runtime.collector import IdleCollector
 from phalanx.runtime.run_dir import remove_stale, run_directory
 from phalanx.runtime.workers import WorkerPool
 from phalanx.server.housekeeping import Histogram, Housekeeper
@@ -215,19 +215,6 @@ def test_a_process_that_is_never_idle_collects_too(monkeypatch, manual_gc):
         clock.now += 1
         busy.worked()
     assert asked.count(2) == 2 and 50 <= asked.count(1) <= 60 and set(asked) == {1, 2}
-
-
-def test_pause_meter_sees_collections():
-    meter = PauseMeter()
-    try:
-        gc.collect()
-        assert meter.count == 1 and meter.longest_s == meter.total_s > 0
-        gc.collect()
-        assert meter.count == 2 and meter.longest_s < meter.total_s
-    finally:
-        meter.close()
-    gc.collect()
-    assert meter.count == 2
 
 
 def test_histogram_counts_each_value_once():

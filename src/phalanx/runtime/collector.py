@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
 
 _IDLE_S = 1.0
 _YOUNG_EVERY_S = 30.0  # a busy process: objects since the last time, some milliseconds
@@ -55,28 +54,3 @@ class IdleCollector:
             gc.collect()
             self._is_clean = True
             self._last_young_s = self._last_full_s = now
-
-
-class PauseMeter:
-    """Measures collections: `longest_s`, `total_s`, `count`. Costs two clock reads per collection."""
-
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        self.total_s = 0.0
-        self.count = 0
-        self._began_s = 0.0
-        gc.callbacks.append(self._on_gc)
-
-    def close(self) -> None:
-        """Stop measuring."""
-        gc.callbacks.remove(self._on_gc)
-
-    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._began_s = now
-            return
-        pause_s = now - self._began_s
-        self.longest_s = max(self.longest_s, pause_s)
-        self.total_s += pause_s
-        self.count += 1
