@@ -1,4 +1,4 @@
-"""The check of `bench front` sees every kind of wrong answer, and its client keeps what comes in any pieces."""
+"""The check of `bench front` sees every kind of wrong answer; its client keeps what comes in any pieces."""
 
 from __future__ import annotations
 

@@ -293,3 +293,30 @@ def test_ids_are_decoded_in_slices(tokenizer, monkeypatch, skip):
                 await texts.decode_ids(rig.worker, [[1], [1, bad, 2]], skip_special_tokens=skip)
 
     run(scenario, tokenizer)
+
+
+@pytest.mark.parametrize("bad", [None, [1, 2], 1.5, "x", -1, 260, 2**70, True], ids=lambda bad: str(bad)[:8])
+def test_long_prompts_are_checked_as_short_ones_are(tokenizer, monkeypatch, bad):
+    """Converted in slices, a prompt with a wrong value is refused as it is without."""
+    monkeypatch.setattr(texts, "_SLICE_SIZE", 4)
+
+    def outcome(settler, ids):
+        try:
+            return settler.check_prompt(ids).tolist()
+        except RequestError as error:
+            return str(error)
+
+    async def scenario(rig):
+        settler = rig.worker.settler
+        good = list(range(11))
+        array = await texts.as_array(rig.worker, good)
+        assert isinstance(array, np.ndarray) and outcome(settler, array) == good
+        assert await texts.as_array(rig.worker, good[:4]) == good[:4]
+        too_long = [1] * settler.context_length
+        assert await texts.as_array(rig.worker, too_long) is too_long
+        for place in (0, 5, 10):
+            ids = [*good[:place], bad, *good[place:]]
+            converted = await texts.as_array(rig.worker, ids)
+            assert outcome(settler, converted) == outcome(settler, ids)
+
+    run(scenario, tokenizer)

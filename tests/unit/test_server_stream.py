@@ -20,6 +20,7 @@ from phalanx.core.request import EngineRequest
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepOutputs
 from phalanx.microbench.front_check import split_answer
+from phalanx.server import backlog
 from phalanx.server import response as response_module
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.form_openai import ChatChoices, CompletionChoices, Envelope, OpenAIForm, UsageForm
@@ -105,7 +106,7 @@ def new_form(kind: str):
 class Rig:
     """One call of several streams, and its dispatcher."""
 
-    def __init__(self, tokenizer, kind, sampling, count, interval=1, first_id=100, dispatcher=None):
+    def __init__(self, tokenizer, kind, sampling, count, interval=1, own=None, first_id=100, dispatcher=None):
         self.transport = FakeTransport()
         self.aborted = []
         self.dispatcher = dispatcher or Dispatcher(abort=self.aborted.extend, stream_interval=interval)
@@ -122,6 +123,7 @@ class Rig:
                     prompt_rid="r",
                     request=EngineRequest(first_id + i, np.array([1, 2], np.int32), sampling),
                     text=TextStream(detokenizer, sampling),
+                    interval=own,
                 )
             )
         self.dispatcher.register(self.call)
@@ -231,7 +233,8 @@ def test_content_is_exact_by_every_way(family, data):
     )
 
     async def scenario():
-        rig = Rig(tokenizer, kind, sampling, count, interval)
+        server, own = (interval, None) if data.draw(st.booleans()) else (7, interval)
+        rig = Rig(tokenizer, kind, sampling, count, server, own)
         await play(rig, tokens, plan)
         return rig
 
@@ -297,13 +300,15 @@ def test_the_short_way_writes_what_the_general_way_writes(kind, monkeypatch):
     assert quick.dispatcher.num_coalesced == general.dispatcher.num_coalesced == 0
 
 
-@pytest.mark.parametrize("interval", [2, 5])
-def test_interval_bounds_the_tokens_of_a_chunk(interval):
+@pytest.mark.parametrize(("server", "own"), [(2, None), (5, None), (1, 3), (4, 1)])
+def test_interval_bounds_the_tokens_of_a_chunk(server, own):
+    """The server's, or the request's own."""
+    interval = own or server
     tokenizer = tiny_tokenizers.byte_level()
     tokens = [tokenizer.encode("the quick brown fox jumps over the lazy dog")]
 
     async def scenario():
-        rig = Rig(tokenizer, "incremental", SamplingParams(), 1, interval)
+        rig = Rig(tokenizer, "incremental", SamplingParams(), 1, server, own)
         await play(rig, tokens, [])
         return rig
 
@@ -312,6 +317,56 @@ def test_interval_bounds_the_tokens_of_a_chunk(interval):
     assert sum(sizes) == len(tokens[0]) and sizes[0] == 1
     assert set(sizes[1:-1]) == {interval} and 1 <= sizes[-1] <= interval
     assert rig.dispatcher.num_coalesced == sum(sizes) - len(sizes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_that_are_not_streamed(family):
+    """Their tokens are gathered one by one and in batches; the last ones are half a character."""
+    tokenizer = FAMILIES[family]()
+    tokens = [tokenizer.encode("some words, 世界 and more")[: 20 - i] for i in range(3)]
+
+    async def scenario(plan):
+        rig = Rig(tokenizer, "incremental", SamplingParams(n=3), 3)
+        rig.call.is_stream = False
+        rig.dispatcher.register(rig.call)
+        await play(rig, tokens, plan)
+        assert rig.dispatcher.num_events == rig.dispatcher.num_coalesced == 0
+        return json.loads(split_answer(rig.transport.written)[1])
+
+    for plan in ([], [(4, "go")] * 9):
+        items = asyncio.run(scenario(plan))
+        got = [(i["text"], i["output_ids"], i["meta_info"]["finish_reason"]["type"]) for i in items]
+        assert got == [reference(tokenizer, SamplingParams(n=3), ids) for ids in tokens]
+
+
+def test_steps_are_joined_in_order_and_not_all_at_once(monkeypatch):
+    rng = np.random.default_rng(0)
+    steps, wanted = [], {}
+    for _ in range(20):
+        ids = rng.permutation(9)[: rng.integers(0, 9)] * 2**40
+        tokens = rng.integers(-1, 50, len(ids))
+        for stream_id, token in zip(ids.tolist(), tokens.tolist(), strict=True):
+            wanted.setdefault(stream_id, []).extend([token] if token >= 0 else [])
+        steps.append(StepOutputs(1, ids, tokens.astype(np.int32), np.zeros(len(ids), np.uint8)))
+    steps[-1].finish[:] = Finish.LENGTH
+    ended = set(steps[-1].stream_ids.tolist())
+    joined = {i: (ids, flag) for i, ids, flag in backlog.joined(steps)}
+    assert {i: ids for i, (ids, _) in joined.items()} == wanted
+    assert {i for i, (_, flag) in joined.items() if flag == Finish.LENGTH} == ended
+    assert list(backlog.joined([empty_step()] * 2)) == []
+
+    monkeypatch.setattr(backlog, "MAX_JOINED", 10)
+    waiting = backlog.Backlog()
+    waiting.add(steps)
+    taken = []
+    while waiting:
+        taken.append(waiting.take())
+    assert [step for part in taken for step in part] == steps
+    assert all(sum(len(s.tokens) for s in part) <= 10 or len(part) == 1 for part in taken) and len(taken) > 3
+
+
+def empty_step():
+    return StepOutputs(1, np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
 
 
 def test_a_slow_reader_coalesces_and_holds_up_nobody():

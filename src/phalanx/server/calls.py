@@ -16,6 +16,7 @@ from phalanx.server.pace import Pace
 from phalanx.server.response import Receive, Response, wait_disconnect
 from phalanx.server.sessions import Call, Form, OutputStream
 from phalanx.server.state import ApiWorker
+from phalanx.server.texts import as_array
 from phalanx.text.output import TextStream
 
 MAX_OUTPUTS = 1024  # SamplingParams.check allows no more for n
@@ -87,7 +88,8 @@ async def make_streams(
         try:
             # An absurd n is refused by `settle`, which checks all parameters; its ids are not drawn first.
             stream_ids = worker.stream_ids(possible_outputs(ask.sampling.n))
-            requests = worker.settler.settle(stream_ids, ask.input_ids, ask.sampling, ask.logprobs)
+            input_ids = await as_array(worker, ask.input_ids)
+            requests = worker.settler.settle(stream_ids, input_ids, ask.sampling, ask.logprobs)
         except RequestError as error:
             raise renamed(error, names or {}) from None
         if ask.logprobs is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from phalanx.server.response import Connection
 from phalanx.server.sessions import OutputStream
+from phalanx.text.output import TextStream
 
 
 class DeltaLane:
@@ -34,19 +35,19 @@ class DeltaLane:
         self._tail = tail + b"\r\n"
         self._num_bytes = len(head) + len(tail)
 
-    def write(self, token: int) -> bool:
+    def write(self, token: int) -> int:
         """See Lane."""
         connection = self._connection
         if connection.flow.write_paused or connection.disconnected or self._response.blocked:
-            return False
+            return -1
         piece = self._text.push_whole(token)
         if piece is None:
-            return False
+            return -1
         if piece:  # a special token says nothing, and its event would be empty
             size = self._num_bytes + len(piece)
             connection.transport.write(b"%x%b%b%b" % (size, self._head, piece, self._tail))
         self._stream.num_sent += 1
-        return True
+        return 1 if piece else 0
 
 
 class ItemLane:
@@ -88,14 +89,14 @@ class ItemLane:
         self._head, self._middle, self._tail = head, middle, tail
         self._is_incremental = is_incremental
 
-    def write(self, token: int) -> bool:
+    def write(self, token: int) -> int:
         """See Lane."""
         connection, stream = self._connection, self._stream
         if connection.flow.write_paused or connection.disconnected or self._response.blocked:
-            return False
+            return -1
         piece = self._text.push_whole(token)
         if piece is None:
-            return False
+            return -1
         ids: bytes | bytearray
         text: bytes | bytearray
         if self._is_incremental:
@@ -107,4 +108,17 @@ class ItemLane:
         stream.num_sent += 1
         body = b"%b%b%b%b%b%d}}\n\n" % (self._head, text, self._middle, ids, self._tail, stream.num_sent)
         connection.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return True
+        return 1
+
+
+class SilentLane:
+    """No events: the text is gathered for an answer that is not streamed."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+
+    def write(self, token: int) -> int:
+        """See Lane."""
+        return -1 if self._text.push_whole(token) is None else 0

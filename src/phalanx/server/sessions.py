@@ -100,8 +100,12 @@ class Call:
 class Lane(Protocol):
     """Writes events of one new token each (see server.lanes)."""
 
-    def write(self, token: int) -> bool:
-        """Append the token to the stream and write its event; False if nothing was done."""
+    def write(self, token: int) -> int:
+        """Append the token to the stream and write its event, if it is one.
+
+        Returns:
+            Events written, 0 or 1; -1 if nothing at all was done.
+        """
         ...
 
 

@@ -12,11 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
 
 from phalanx.core.errors import RequestError
 from phalanx.core.step import Finish, StepOutputs, TokenLogprobs
+from phalanx.server.backlog import Backlog, joined
 from phalanx.server.errors import error_event
+from phalanx.server.lanes import SilentLane
 from phalanx.server.logprobs import Positions, record
 from phalanx.server.pace import Pace
 from phalanx.server.response import encode_json
@@ -47,7 +48,7 @@ class Dispatcher:
         self._abort = abort
         self._interval = stream_interval
         self._streams: dict[int, OutputStream] = {}
-        self._backlog: list[StepOutputs] = []
+        self._backlog = Backlog()
         self._work: Iterator[None] | None = None
         self.num_events = 0
         self.num_coalesced = 0
@@ -68,6 +69,8 @@ class Dispatcher:
         call.response.on_writable = lambda: self._flush(call)
         for stream in call.streams:
             self._streams[stream.stream_id] = stream
+            if not call.is_stream and stream.text.is_plain:
+                stream.lane = SilentLane(stream.text)
 
     def drop(self, call: Call) -> None:
         """The client is gone or answered: end what still runs."""
@@ -114,7 +117,7 @@ class Dispatcher:
 
     def on_outputs(self, steps: list[StepOutputs]) -> None:
         """Take the steps that have come, oldest first; what takes long goes on in later turns of the loop."""
-        self._backlog += steps
+        self._backlog.add(steps)
         if self._work is None:
             self._work = self._work_off()
             self._resume()
@@ -145,12 +148,12 @@ class Dispatcher:
         """Write what the steps that have come say; pauses after each stream."""
         find = self._streams.get
         while self._backlog:
-            steps, self._backlog = self._backlog, []
+            steps = self._backlog.take()
             self._note(steps)
             if len(steps) == 1:
                 yield from self._tell(steps[0])
             else:
-                for stream_id, ids, finish in _joined(steps):
+                for stream_id, ids, finish in joined(steps):
                     stream = find(stream_id)
                     if stream is not None:
                         self._guarded(stream, ids, finish)
@@ -163,7 +166,7 @@ class Dispatcher:
     def _tell(self, step: StepOutputs) -> Iterator[None]:
         """Write one step; pauses as `_work_off` does."""
         find = self._streams.get
-        num_quick = 0
+        num_quick = num_events = 0
         for stream_id, token, finish in zip(
             step.stream_ids.tolist(), step.tokens.tolist(), step.finish.tolist(), strict=True
         ):
@@ -172,20 +175,19 @@ class Dispatcher:
                 continue
             if stream.lane is not None and not finish and token >= 0:
                 try:
-                    is_told = stream.lane.write(token)
+                    written = stream.lane.write(token)
                 except Exception:
                     self._fault(stream)
                     continue
-                if is_told:
+                if written >= 0:
+                    num_events += written
                     num_quick += 1
-                    if num_quick == _LANE_WRITES:
-                        self.num_events += num_quick
-                        num_quick = 0
+                    if num_quick % _LANE_WRITES == 0:
                         yield
                     continue
             self._guarded(stream, [token] if token >= 0 else [], finish)
             yield
-        self.num_events += num_quick
+        self.num_events += num_events
 
     def _note(self, steps: list[StepOutputs]) -> None:
         """Put errors and log-probabilities where the streams find them when their rows are told."""
@@ -234,7 +236,7 @@ class Dispatcher:
             return
         if delta.text:
             stream.unsent_text += delta.text
-        interval = stream.interval or self._interval
+        interval = self._interval_of(stream)
         if stream.finish is None and stream.has_started and interval > 1:
             if len(stream.text.output_ids) - stream.num_sent < interval:
                 return
@@ -242,6 +244,9 @@ class Dispatcher:
             call.waiting[stream.index] = stream
         else:
             self._write(call, (stream,))
+
+    def _interval_of(self, stream: OutputStream) -> int:
+        return stream.interval or self._interval
 
     def _end(self, stream: OutputStream, reason: FinishReason, finish: int) -> None:
         stream.finish = reason
@@ -277,7 +282,7 @@ class Dispatcher:
                 stream.has_started = True
                 self.num_events += 1
                 self.num_coalesced += max(num_new - 1, 0)
-                if stream.lane is None and self._interval == 1 and stream.text.is_plain:
+                if stream.lane is None and stream.text.is_plain and self._interval_of(stream) == 1:
                     stream.lane = call.form.lane(stream)
         is_last = call.num_open == 0 and not call.waiting
         if is_last:
@@ -318,20 +323,3 @@ async def _answer_in_slices(call: Call) -> None:
         call.response.write_error(RequestError("internal error", status=500))
     else:
         call.response.write_whole(200, b"".join(parts))
-
-
-def _joined(steps: list[StepOutputs]) -> Iterable[tuple[int, list[int], int]]:
-    """(stream id, its new ids, finish) of several steps, oldest first, joined per stream."""
-    joined: dict[int, list[Any]] = {}
-    for step in steps:
-        for stream_id, token, finish in zip(
-            step.stream_ids.tolist(), step.tokens.tolist(), step.finish.tolist(), strict=True
-        ):
-            entry = joined.get(stream_id)
-            if entry is None:
-                entry = joined[stream_id] = [[], 0]
-            if token >= 0:
-                entry[0].append(token)
-            entry[1] = finish
-    for stream_id, (ids, finish) in joined.items():
-        yield stream_id, ids, finish

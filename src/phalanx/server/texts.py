@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from phalanx.core.errors import RequestError
 from phalanx.server.state import ApiWorker
@@ -32,6 +35,23 @@ async def encode_texts(
         encode = partial(tokenizer.encode_batch, part, add_special_tokens=add_special_tokens)
         ids += await worker.offload(size, encode)
     return ids
+
+
+async def as_array(worker: ApiWorker, ids: Sequence[int]) -> Sequence[int] | npt.NDArray[Any]:
+    """Long lists as an array, which later checks take at once: [num_ids], of what type the values have.
+
+    A list that no prompt can be stays as it is, for `Settler.check_prompt` to refuse.
+    """
+    if not isinstance(ids, list) or not _SLICE_SIZE < len(ids) < worker.settler.context_length:
+        return ids
+
+    def convert() -> npt.NDArray[Any]:
+        return np.concatenate([np.asarray(ids[i : i + _SLICE_SIZE]) for i in range(0, len(ids), _SLICE_SIZE)])
+
+    try:
+        return await worker.offload(len(ids), convert)
+    except ValueError:  # lists of ids among them: refused later, with a message
+        return ids
 
 
 async def decode_ids(
