@@ -66,7 +66,7 @@ def _build(settings: Settings, worker_id: int, slot: int, ipc_dir: Path) -> Appl
             chat_template=settings.server.chat_template,
         )
     channel = WorkerChannel(str(ipc_dir), worker_id)
-    return Application(build_api_worker(settings, worker_id, channel, tokenizer, slot))
+    return Application(build_api_worker(settings, worker_id, channel, tokenizer, slot, ipc_dir))
 
 
 def serve(

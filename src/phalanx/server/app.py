@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from phalanx.server.state import ApiWorker
 
 logger = logging.getLogger(__name__)
 
+_CLIENT_LEFT = 499  # nginx's number for a request that got no answer since its client was gone
 Handler = Callable[[ApiWorker, bytes, Receive, Response], Awaitable[None]]
 
 _GENERATING: dict[str, tuple[Handler, tuple[str, ...]]] = {
@@ -46,17 +48,34 @@ class Application:
         self._fastapi = _build_fastapi(worker)
         self._access = Access(worker.settings.server)
         self._timeout_s = worker.settings.server.request_timeout_s
+        self._endpoints = {*_GENERATING, *(getattr(route, "path", "") for route in self._fastapi.routes)}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one HTTP request, or the lifespan."""
         if scope["type"] != "http":
             await self._fastapi(scope, receive, send)
             return
+        self.worker.metrics.opened()
+        status = 500
+        try:
+            status = await self._serve(scope, receive, send)
+        finally:
+            self.worker.metrics.closed(self._endpoint(scope), status)
+
+    def _endpoint(self, scope: dict[str, Any]) -> str:
+        """The route's path; for what has none a word, so that clients cannot make up names of metrics."""
+        if scope["method"] == "OPTIONS":
+            return "preflight"
+        path: str = getattr(scope.get("route"), "path", scope["path"])
+        return path if path in self._endpoints else "other"
+
+    async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
+        """Serve one HTTP request; returns the status that was sent."""
         if scope["method"] == "OPTIONS":
             headers = self._access.preflight_headers(scope)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": b""})
-            return
+            return 200
         path = scope["path"]
         headers = self._access.cors_headers(scope)
         try:
@@ -67,13 +86,14 @@ class Application:
             response = Response(send, headers)
             response.write_error(error)
             await response.finished()
-            return
+            return response.status
         if path in _GENERATING:
-            await self._generate(scope, receive, send, headers)
-        else:
-            await self._fastapi(scope, receive, _with_headers(send, headers))
+            return await self._generate(scope, receive, send, headers)
+        noted = _NotedSend(send, headers)
+        await self._fastapi(scope, receive, noted)
+        return noted.status
 
-    async def _generate(self, scope: dict[str, Any], receive: Receive, send: Send, headers: Headers) -> None:
+    async def _generate(self, scope: dict[str, Any], receive: Receive, send: Send, headers: Headers) -> int:
         handler, methods = _GENERATING[scope["path"]]
         response = Response(send, headers)
         try:
@@ -83,7 +103,7 @@ class Application:
             if self._timeout_s is None:
                 await self._handle(handler, receive, response)
             elif not await self._handle_in_time(handler, receive, response, send, headers):
-                return
+                return response.status
         except RequestError as error:
             response.write_error(error)
         except asyncio.CancelledError:
@@ -92,10 +112,12 @@ class Application:
             logger.exception("%s failed", scope["path"])
             response.write_error(RequestError("internal error", status=500))
         await response.finished()
+        return response.status or _CLIENT_LEFT
 
     async def _handle(self, handler: Handler, receive: Receive, response: Response) -> None:
         body = await read_body(receive, self.worker.settings.server.max_body_bytes)
         if body is not None:
+            response.received_s = time.monotonic()
             await handler(self.worker, body, receive, response)
 
     async def _handle_in_time(
@@ -117,6 +139,7 @@ class Application:
         except TimeoutError:
             status, what = (504, "was not answered") if has_body else (408, "did not arrive")
             error = RequestError(f"the request {what} within {self._timeout_s:g} s", status=status)
+            response.status = response.status or status
             if response.blocked:  # the client reads nothing: leaving without an end closes the connection
                 return False
             # One more response on the same connection: the call that was cut off has closed the first.
@@ -131,13 +154,19 @@ class Application:
             return False
 
 
-def _with_headers(send: Send, headers: Headers) -> Send:
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *headers]
-        await send(message)
+class _NotedSend:
+    """ASGI's send with more headers. status: what was sent, or that the client left before."""
 
-    return send_with_headers
+    def __init__(self, send: Send, headers: Headers) -> None:
+        self._send = send
+        self._headers = headers
+        self.status = _CLIENT_LEFT
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", []), *self._headers]
+            self.status = message["status"]
+        await self._send(message)
 
 
 def _build_fastapi(worker: ApiWorker) -> FastAPI:

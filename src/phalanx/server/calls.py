@@ -130,14 +130,18 @@ async def run_call(worker: ApiWorker, call: Call, receive: Receive) -> None:
     if log is not None:
         log.received(call)
     worker.dispatcher.register(call)
+    cause = "disconnect"
     try:
         await _submit(worker, call)
         await wait_disconnect(receive)
         await call.response.finished()
+    except asyncio.CancelledError:
+        cause = "timeout"  # nothing else cancels a call
+        raise
     finally:
         if log is not None:
             log.ended(call)
-        worker.dispatcher.drop(call)
+        worker.dispatcher.drop(call, cause)
 
 
 async def _submit(worker: ApiWorker, call: Call) -> None:

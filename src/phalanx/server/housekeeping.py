@@ -48,13 +48,21 @@ class Housekeeper:
         is_idle: whether no request is alive.
         watchdog_timeout_s: a loop that does not turn for so long ends the process, and the launcher starts
             another; 0 for never.
+        on_tick: called each time.
 
     Attributes:
         loop_lag_s: how late the event loop ran what was due, in seconds.
     """
 
-    def __init__(self, *, is_idle: Callable[[], bool], watchdog_timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        is_idle: Callable[[], bool],
+        watchdog_timeout_s: float,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
         self._is_idle = is_idle
+        self._on_tick = on_tick
         self._watchdog = Watchdog(watchdog_timeout_s)
         self._collector = IdleCollector()
         self._timer: asyncio.TimerHandle | None = None
@@ -83,4 +91,5 @@ class Housekeeper:
             self._collector.idle()
         else:
             self._collector.worked()
+        self._on_tick()
         self._schedule()

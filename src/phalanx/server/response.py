@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping, Sequence
 from typing import Any, Protocol
 
@@ -66,6 +67,8 @@ class Response:
         blocked: the last write waits for the client; do not write before `on_writable` is called.
         ended: complete, or the client is gone; writes do nothing.
         stalled: the client was cut off since it read nothing.
+        status: the HTTP status sent, 0 before.
+        received_s: when the request had come in full (`time.monotonic`).
         connection: where chunks of a response that has begun may be written to directly while the flow is not
             paused, nobody disconnected and the response not blocked; None under a server other than Uvicorn.
     """
@@ -78,8 +81,10 @@ class Response:
         "connection",
         "ended",
         "on_writable",
+        "received_s",
         "stalled",
         "started",
+        "status",
     )
 
     def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
@@ -90,6 +95,8 @@ class Response:
         self.blocked = False
         self.ended = False
         self.stalled = False
+        self.status = 0
+        self.received_s = time.monotonic()
         cycle = getattr(send, "__self__", None)
         self.connection: Connection | None = cycle if isinstance(cycle, RequestResponseCycle) else None
         self.on_writable: Callable[[], None] | None = None
@@ -108,7 +115,7 @@ class Response:
         if self.started:
             self._drive(self._send(message))
         else:
-            self.started = True
+            self.started, self.status = True, 200
             self._drive(self._send_both(200, [*SSE_HEADERS, *self._headers], message))
 
     def write_whole(self, status: int, body: bytes) -> None:
@@ -116,6 +123,7 @@ class Response:
         if self.ended or self.started:
             return
         self.started = self.ended = True
+        self.status = status
         headers = [*JSON_HEADERS, *self._headers, (b"content-length", str(len(body)).encode())]
         message = {"type": "http.response.body", "body": body, "more_body": False}
         self._drive(self._send_both(status, headers, message))

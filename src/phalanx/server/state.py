@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.config.groups import ServerConfig, Settings
@@ -20,6 +21,7 @@ from phalanx.server.housekeeping import Histogram, Housekeeper
 from phalanx.server.logprobs import TokenTexts
 from phalanx.server.request_log import RequestLog
 from phalanx.server.stream import Dispatcher
+from phalanx.server.worker_metrics import WorkerMetrics, metrics_path
 from phalanx.text.detokenizer import Detokenizer
 from phalanx.text.tokenizer import Tokenizer
 
@@ -38,6 +40,7 @@ class ApiWorker:
         slot: its place, 0 to api_workers - 1, which its successor takes over.
         tokenizer, detokenizer: None with skip_tokenizer_init.
         request_log: None unless requests are logged.
+        run_dir: where the workers' metrics files lie; None where this one counts in memory alone.
         started_at_s: when the server began to serve, the same in all its workers (seconds since 1970).
         is_draining: the server is about to end, and nothing but running sequences is waited for.
     """
@@ -55,6 +58,8 @@ class ApiWorker:
     housekeeper: Housekeeper
     request_log: RequestLog | None
     started_at_s: float
+    metrics: WorkerMetrics
+    run_dir: Path | None = None
     next_stream: int = 0
     is_draining: bool = False
 
@@ -96,6 +101,15 @@ class ApiWorker:
         """How late the event loop ran what was due, in seconds."""
         return self.housekeeper.loop_lag_s
 
+    def publish_metrics(self) -> None:
+        """Bring this worker's metrics up to date."""
+        dispatcher = self.dispatcher
+        dispatcher.latencies.flush()
+        totals = (dispatcher.num_events, dispatcher.num_coalesced, dispatcher.num_stalled)
+        self.metrics.publish(
+            num_streams=dispatcher.num_streams, totals=totals, lag=self.housekeeper.loop_lag_s
+        )
+
     def start(self) -> None:
         """Listen to the engine; needs a running event loop."""
         self.engine.start()
@@ -120,8 +134,11 @@ def build_api_worker(
     channel: WorkerEnd,
     tokenizer: Tokenizer | None,
     slot: int | None = None,
+    run_dir: Path | None = None,
 ) -> ApiWorker:
-    """Wire up one worker. slot: None where it is the worker's number."""
+    """Wire up one worker. slot: None where it is the worker's number. run_dir: see ApiWorker."""
+    slot = worker_id if slot is None else slot
+    metrics = WorkerMetrics(None if run_dir is None else metrics_path(run_dir, slot))
     eos = settings.model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ())
     settler = Settler(
         vocab_size=settings.model.vocab_size,
@@ -133,6 +150,7 @@ def build_api_worker(
     dispatcher = Dispatcher(
         abort=lambda ids: engine.abort(ids),  # the engine client is made below: each knows the other
         stream_interval=settings.server.stream_interval,
+        metrics=metrics,
     )
 
     def on_ready(info: dict[str, Any]) -> None:
@@ -160,11 +178,12 @@ def build_api_worker(
     housekeeper = Housekeeper(
         is_idle=lambda: not dispatcher.num_streams,
         watchdog_timeout_s=settings.server.watchdog_timeout_s,
+        on_tick=lambda: worker.publish_metrics(),
     )
     worker = ApiWorker(
         settings=settings,
         worker_id=worker_id,
-        slot=worker_id if slot is None else slot,
+        slot=slot,
         tokenizer=tokenizer,
         detokenizer=None if tokenizer is None else Detokenizer(tokenizer),
         token_texts=texts,
@@ -175,5 +194,7 @@ def build_api_worker(
         housekeeper=housekeeper,
         request_log=_request_log(settings.server, tokenizer),
         started_at_s=time.time(),
+        metrics=metrics,
+        run_dir=run_dir,
     )
     return worker

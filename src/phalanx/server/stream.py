@@ -18,10 +18,12 @@ from phalanx.core.step import Finish, StepOutputs, TokenLogprobs
 from phalanx.server.backlog import Backlog, joined
 from phalanx.server.errors import error_event
 from phalanx.server.lanes import SilentLane
+from phalanx.server.latencies import Latencies
 from phalanx.server.logprobs import Positions, record
 from phalanx.server.pace import Pace
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
+from phalanx.server.worker_metrics import WorkerMetrics
 from phalanx.text.output import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -37,15 +39,25 @@ class Dispatcher:
     Args:
         abort: ends streams in the engine.
         stream_interval: a chunk carries at least this many tokens, the first and last excepted.
+        metrics: where ends and latencies are counted.
 
     Attributes:
+        latencies: of its streams.
         num_events: chunks of streams written so far. num_coalesced: tokens that shared their chunk with an
             earlier one, since the client or this worker did not keep up or the interval is above 1.
         num_stalled: calls ended since their clients read nothing.
     """
 
-    def __init__(self, *, abort: Callable[[list[int]], None], stream_interval: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        abort: Callable[[list[int]], None],
+        stream_interval: int = 1,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
         self._abort = abort
+        self._metrics = metrics or WorkerMetrics()
+        self.latencies = Latencies(self._metrics)
         self._interval = stream_interval
         self._streams: dict[int, OutputStream] = {}
         self._backlog = Backlog()
@@ -71,10 +83,12 @@ class Dispatcher:
             self._streams[stream.stream_id] = stream
             if not call.is_stream and stream.text.is_plain:
                 stream.lane = SilentLane(stream.text)
+        self.latencies.began([s.stream_id for s in call.streams], call.response.received_s)
 
-    def drop(self, call: Call) -> None:
-        """The client is gone or answered: end what still runs."""
-        self._release([s for s in call.streams if s.finish is None])
+    def drop(self, call: Call, cause: str = "disconnect") -> None:
+        """The client is gone or answered: end what still runs. cause: why it does, for the metrics."""
+        num_ended = self._release([s for s in call.streams if s.finish is None])
+        self._metrics.aborted("stalled" if call.response.stalled else cause, num_ended)
         call.response.ended = True
         self.num_stalled += call.response.stalled
         if call.answering is not None:
@@ -91,6 +105,9 @@ class Dispatcher:
         ids = [s.stream_id for s in streams if self._streams.pop(s.stream_id, None) is not None]
         if ids:
             self._abort(ids)
+            for stream_id in ids:
+                self.latencies.ended(stream_id, None)
+        return len(ids)
 
     def abort_matching(self, rid: str | None) -> None:
         """End the streams that `rid` names, alone or with others (None: all), and tell their clients."""
@@ -100,6 +117,7 @@ class Dispatcher:
                 rid is None or rid in (stream.rid, stream.prompt_rid, stream.call.rid)
             ):
                 self._release([stream])
+                self._metrics.aborted("request")
                 self._advance(stream, [], Finish.ABORT)
 
     def fail(self, stream_id: int, status: int, message: str) -> None:
@@ -109,9 +127,10 @@ class Dispatcher:
             stream.error = (status, message)
             self._guarded(stream, [], Finish.ERROR)
 
-    def fail_all(self, status: int, message: str) -> None:
-        """End every stream with an error."""
+    def fail_all(self, status: int, message: str, cause: str = "engine_lost") -> None:
+        """End every stream with an error. cause: why, for the metrics."""
         self._catch_up()
+        self._metrics.aborted(cause, len(self._streams))
         for stream in list(self._streams.values()):
             self.fail(stream.stream_id, status, message)
 
@@ -190,7 +209,8 @@ class Dispatcher:
         self.num_events += num_events
 
     def _note(self, steps: list[StepOutputs]) -> None:
-        """Put errors and log-probabilities where the streams find them when their rows are told."""
+        """Take the time; put errors and log-probabilities where streams find them when they are told."""
+        self.latencies.note(steps)
         for step in steps:
             for stream_id, status, message in step.errors:
                 if stream_id in self._streams:
@@ -222,6 +242,8 @@ class Dispatcher:
         logger.exception("stream %d failed", stream.stream_id)
         self._release([stream])
         stream.error = stream.error or (500, "internal error")
+        if stream.finish is None:
+            self._metrics.ended("error")
         stream.finish = FinishReason("error")
         self._fail_call(stream.call, stream)
 
@@ -253,10 +275,14 @@ class Dispatcher:
         stream.call.num_open -= 1
         if stream.logprobs is not None:  # tokens past a stop string leave none behind
             stream.logprobs.output.truncate(stream.num_output_tokens)
+        is_whole = reason.kind in ("stop", "length")
+        self._metrics.ended("error" if stream.error is not None else reason.kind)
+        self.latencies.ended(stream.stream_id, stream.call.response.received_s if is_whole else None)
         if finish == Finish.NONE:  # found here, by a stop string: the engine does not know yet
             self._release([stream])
-        else:
-            self._streams.pop(stream.stream_id, None)
+        elif self._streams.pop(stream.stream_id, None) is not None:
+            if finish == Finish.ABORT and stream.error is None:  # the engine's own doing
+                self._metrics.aborted("pause")
 
     def _finish_whole(self, call: Call, stream: OutputStream) -> None:
         alone = len(call.streams) == 1 or call.form.fails_whole

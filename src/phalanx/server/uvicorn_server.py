@@ -55,7 +55,7 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(_POLL_S)
             if dispatcher.num_streams and time.monotonic() >= deadline_s:
                 logger.warning("the server ends: aborting %d sequences", dispatcher.num_streams)
-                dispatcher.fail_all(503, "the server is shutting down")
+                dispatcher.fail_all(503, "the server is shutting down", "shutdown")
             idle_s = 0.0 if dispatcher.num_streams else idle_s + _POLL_S
         for connection in list(self.server_state.connections):
             connection.transport.abort()
