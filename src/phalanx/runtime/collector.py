@@ -1,8 +1,8 @@
 """When Python's cyclic garbage collector runs: not while tokens wait for it.
 
 An automatic full collection walks every object of the process, which stops it for long with thousands of
-requests alive (benchmarks/gc_pauses.py). Requests leave no cycles behind; what still does (exceptions,
-connections) is collected when the process has nothing to do, and young objects now and then.
+requests alive (benchmarks/gc_pauses.py). Requests leave no cycles behind (tests/e2e/test_no_garbage.py); what
+still does (exceptions, connections) is collected when the process has nothing to do.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import gc
 import time
 
 _IDLE_S = 1.0
-_YOUNG_EVERY_S = 30.0  # a busy process: objects since the last time, some milliseconds
-_FULL_EVERY_S = 900.0  # never idle: one pause of tens of milliseconds is better than growing for days
+_AT_LEAST_EVERY_S = 300.0  # never idle: one pause now and then is better than growing for days
 
 
 def settle_heap() -> None:
@@ -30,20 +29,15 @@ class IdleCollector:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        self._last_work_s = self._last_young_s = self._last_full_s = now
+        self._last_work_s = self._collected_s = now
         self._is_clean = True
 
     def worked(self) -> None:
         """Something was done since the last call; collects only if it is long due."""
         now = time.monotonic()
         self._last_work_s, self._is_clean = now, False
-        if now - self._last_young_s < _YOUNG_EVERY_S:
-            return
-        is_full = now - self._last_full_s >= _FULL_EVERY_S
-        gc.collect(2 if is_full else 1)
-        self._last_young_s = now
-        if is_full:
-            self._last_full_s = now
+        if now - self._collected_s >= _AT_LEAST_EVERY_S:
+            self._collect(now)
 
     def idle(self) -> None:
         """Nothing is to be done; collects once per idle time, a second into it."""
@@ -51,6 +45,9 @@ class IdleCollector:
             return
         now = time.monotonic()
         if now - self._last_work_s >= _IDLE_S:
-            gc.collect()
+            self._collect(now)
             self._is_clean = True
-            self._last_young_s = self._last_full_s = now
+
+    def _collect(self, now_s: float) -> None:
+        gc.collect()
+        self._collected_s = now_s
