@@ -1,12 +1,14 @@
 """Decode attention when a few rows of a wide batch are far longer than the rest.
 
-usage: python benchmarks/gpu/long_rows.py OUTPUT_FOLDER [--parts kernel,step] [--rows 4096] [--repeats 15]
+usage: python benchmarks/gpu/long_rows.py OUTPUT_FOLDER [--parts kernel,all-long,step] [--rows 4096]
+           [--repeats 15]
 
 kernel: device microseconds of one layer's attention over rows of 16-150 tokens of which some are longer: all
 in one launch, and with rows above a threshold cut into pieces (`find_long_rows`, timed alone as well, since
-it runs once a step); beside them the time to read that K and V at 4.3 TB/s. step: qwen3-0.6b decodes 4095
-rows of about 100 tokens and one of 32,000, through the engine, with and without. Numbers are added to
-OUTPUT_FOLDER/long_rows.jsonl; the parts that stand there are not run again.
+it runs once a step); beside them the time to read that K and V at 4.3 TB/s. all-long: the same for narrower
+batches of long rows alone. step: qwen3-0.6b decodes 4095 rows of about 100 tokens and one of 32,000, through
+the engine, with and without. Numbers are added to OUTPUT_FOLDER/long_rows.jsonl; the parts that stand there
+are not run again.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ SHAPES = {"llama-3-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 CASES = ((0, 0), (1, 2048), (1, 4096), (1, 8192), (1, 32768), (1, 131072), (16, 4096), (16, 8192), (64, 2048))
 # Threshold and piece; None: rows are not cut.
 CUTS = (None, (1024, 512), (2048, 512), (4096, 256), (4096, 512), (4096, 1024))
+# Rows, tokens of each on average; uniform.
+ALL_LONG = ((8, 2048), (32, 2048), (128, 2048), (280, 2600), (280, 1024), (512, 1024))
+ALL_LONG_CUTS = (None, (1024, 512), (2048, 512), (4096, 512))
 PAGE_SIZE = 16
 MAX_CONTEXT = 131072
 
@@ -39,7 +44,7 @@ MAX_CONTEXT = 131072
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", default="kernel,step")
+    parser.add_argument("--parts", default="kernel,all-long,step")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
@@ -48,7 +53,7 @@ def main() -> int:
     for part in args.parts.split(","):
         if part in {record["part"] for record in read(results)}:
             continue
-        run = {"kernel": kernel, "step": step}[part]
+        run = {"kernel": kernel, "all-long": all_long, "step": step}[part]
         record = {"part": part, **device_facts(), **run(args)}
         with results.open("a") as file:
             print(json.dumps(record), file=file)
@@ -72,10 +77,25 @@ def kernel(args: argparse.Namespace) -> dict[str, Any]:
     return {"kernel": found}
 
 
+def all_long(args: argparse.Namespace) -> dict[str, Any]:
+    found, (num_q, num_kv, dim) = {}, SHAPES["llama-3-8b"]
+    print(f"{'rows x mean':>14} {'floor':>8}", *(f"{cut or 'whole'!s:>12}" for cut in ALL_LONG_CUTS))
+    for num_rows, mean in ALL_LONG:
+        lens = np.random.default_rng(3).integers(1, 2 * mean, num_rows)
+        batch = Batch(num_rows, num_rows, lens, num_q, num_kv, dim)
+        times = {str(cut): batch.time(cut, args.repeats) for cut in ALL_LONG_CUTS}
+        found[f"{num_rows}x{mean}"] = {"floor_us": batch.floor_us, "us": times}
+        cells = (f"{times[str(cut)]:12.1f}" for cut in ALL_LONG_CUTS)
+        print(f"{f'{num_rows} x {mean}':>14} {batch.floor_us:8.1f}", *cells, flush=True)
+    return {"all_long": found}
+
+
 class Batch:
     """Random pages, queries and K and V of bf16; long rows stand at random places."""
 
-    def __init__(self, num_rows: int, num_long: int, length: int, num_q: int, num_kv: int, dim: int) -> None:
+    def __init__(
+        self, num_rows: int, num_long: int, length: int | np.ndarray, num_q: int, num_kv: int, dim: int
+    ) -> None:
         rng = np.random.default_rng(5)
         lens = rng.integers(16, 151, num_rows)
         lens[rng.permutation(num_rows)[:num_long]] = length
