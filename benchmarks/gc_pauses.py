@@ -35,7 +35,10 @@ _CHILD = "gc_pauses"
 
 
 class PauseMeter:
-    """Times collections through gc.callbacks. A pause at idle is nobody's wait, and is counted apart."""
+    """Times collections through gc.callbacks, in CPU time of the thread, so that other processes do not count.
+
+    A pause at idle is nobody's wait, and is counted apart.
+    """
 
     def __init__(self) -> None:
         self.figures = {"longest_ms": 0.0, "all_ms": 0.0, "count": 0, "longest_idle_ms": 0.0}
@@ -46,7 +49,7 @@ class PauseMeter:
         gc.callbacks.append(self._on_gc)
 
     def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
-        now_s = time.perf_counter()
+        now_s = time.thread_time()
         if phase == "start":
             self._began_s = now_s
             return
