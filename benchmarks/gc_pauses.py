@@ -35,7 +35,7 @@ _CHILD = "gc_pauses"
 
 
 class PauseMeter:
-    """Times collections through gc.callbacks, in CPU time of the thread, so that other processes do not count.
+    """Times collections through gc.callbacks, in CPU time of the thread: other processes do not count.
 
     A pause at idle is nobody's wait, and is counted apart.
     """

@@ -74,7 +74,7 @@ class WorkerPool:
         wait_s = min(_FIRST_WAIT_S * 2 ** (slot.short_lives - 1), _LONGEST_WAIT_S)
         slot.due_s = time.monotonic() + wait_s
         logger.error(
-            "API worker %d ended with code %s after %.1f s; aborting its requests, starting the next in %.1f s",
+            "API worker %d ended with code %s after %.1f s; aborting its requests, the next starts in %.1f s",
             i,
             slot.process.returncode,
             lived_s,
