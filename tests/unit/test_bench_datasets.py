@@ -347,6 +347,9 @@ def test_defaults() -> None:
         (*RANDOM, "--seed", "-1"),
         (*RANDOM, "--extra-request-body", "[1]"),
         (*RANDOM, "--extra-request-body", "{"),
+        (*RANDOM, "--extra-request-body", '{"n": 2}'),
+        (*RANDOM, "--extra-request-body", '{"sampling_params": {"n": 4}}'),
+        (*RANDOM, "--extra-request-body", '{"stream": false}'),
         (*RANDOM, "--ready-check-timeout-sec", "inf"),
     ],
 )

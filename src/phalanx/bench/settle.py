@@ -46,6 +46,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.port is None:
         args.port = backend.default_port
     args.extra_request_body = _json_object(args.extra_request_body)
+    _check_extra_body(args.extra_request_body)
     args.goodput = dict(args.goodput or ())
     args.client_processes = args.client_processes or "auto"
     _settle_rate(args)
@@ -192,6 +193,18 @@ def _check_numbers(args: argparse.Namespace) -> None:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise BenchError(message, exit_code=2)
+
+
+def _check_extra_body(body: dict[str, Any]) -> None:
+    """Refuse fields that would change the shape of the answers behind the client's back."""
+    _require("stream" not in body, "--extra-request-body: stream is --disable-stream's")
+    sampling = body.get("sampling_params")
+    for fields in (body, sampling if isinstance(sampling, dict) else {}):
+        for name in ("n", "best_of"):
+            _require(
+                fields.get(name) in (None, 1),
+                f"--extra-request-body: {name} must be 1, since a request's figures are those of one answer",
+            )
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
