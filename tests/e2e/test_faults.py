@@ -157,13 +157,21 @@ def _accepts(port: int) -> bool:
     return False
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    with running(tmp_path / "log", *FLAGS, model=MODEL) as server:
+def test_a_second_signal_ends_at_once_and_the_supervisor_hears_of_each_step(
+    tmp_path: Path, temporary_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    notices.bind(str(temporary_files / "notify"))
+    notices.settimeout(20)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(temporary_files / "notify"))
+    with notices, running(tmp_path / "log", *FLAGS, model=MODEL) as server:
         children = server.children()
         client = Client(server, 4000, is_stream=True)
         wait_until(lambda: client.num_events > 2, "tokens")
+        assert notices.recv(100) == b"READY=1"
         server.process.terminate()
-        time.sleep(1)
+        assert notices.recv(100) == b"STOPPING=1"
+        time.sleep(0.5)
         assert server.process.poll() is None
         server.process.terminate()
         assert server.process.wait(5) == 0

@@ -28,7 +28,7 @@ from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.runtime.channels import LauncherChannel
 from phalanx.runtime.models import check_tokenizer, settle_settings
-from phalanx.runtime.process import raise_file_limit, setup_logging
+from phalanx.runtime.process import notify_supervisor, raise_file_limit, setup_logging
 from phalanx.runtime.run_dir import run_directory
 from phalanx.runtime.workers import WorkerPool
 
@@ -131,6 +131,7 @@ class Launcher:
                 self._is_ready = True
                 self._announce()
             time.sleep(_POLL_S)
+        notify_supervisor("STOPPING=1")
         timeout_s = self._settings.server.shutdown_timeout_s
         logger.info("stopping: running requests have %g s; a second signal stops at once", timeout_s)
         return 0
@@ -166,6 +167,7 @@ class Launcher:
         return False
 
     def _announce(self) -> None:
+        notify_supervisor("READY=1")
         host, port = self._listener.getsockname()[:2]
         logger.info(
             "Phalanx is ready: http://%s:%d serves %s",

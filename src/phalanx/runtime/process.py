@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -32,6 +34,16 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def notify_supervisor(state: str) -> None:
+    """Tell systemd (Type=notify) how the service stands: "READY=1" or "STOPPING=1"; nothing without it."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.sendall(state.encode())
 
 
 def raise_file_limit() -> int:
