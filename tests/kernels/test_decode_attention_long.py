@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.kernels import decode_attention, find_long_rows, reference
 from phalanx.kernels import decode_attention_long as module
+from phalanx.kernels.decode_attention import default_long_tokens
 from tests.kernels.test_decode_attention import DEVICE, Case, assert_near, one_thread
 
 __all__ = ["one_thread"]
@@ -118,6 +119,12 @@ def test_nothing_is_launched_where_no_row_can_be_long():
     assert find_long_rows(lens, 64, long_tokens=64, piece_tokens=16, backend="triton") is None
     assert find_long_rows(lens[:0], 65, long_tokens=64, piece_tokens=16, backend="triton") is None
     assert find_long_rows(lens, module.LONG_TOKENS) is None
+
+
+def test_small_batches_share_rows_without_being_cut():
+    assert default_long_tokens(4096, 8, 131072) == module.LONG_TOKENS
+    assert default_long_tokens(8, 8, 131072) == 16 * module.LONG_TOKENS
+    assert default_long_tokens(1, 8, 512) == 2 * module.LONG_TOKENS  # of two splits
 
 
 def test_wrong_arguments_are_refused():

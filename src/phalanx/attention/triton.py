@@ -9,6 +9,7 @@ import torch
 from phalanx.attention.base import ForwardBatch
 from phalanx.config.groups import ModelConfig
 from phalanx.kernels import LongRows, decode_attention, find_long_rows, prefill_attention
+from phalanx.kernels.decode_attention import default_long_tokens
 from phalanx.kvcache.pool import KVPool
 
 
@@ -34,7 +35,9 @@ class TritonAttention:
         """Find the long rows, which are the same in all layers."""
         long_rows = None
         if batch.decode is not None and batch.req_to_token.is_cuda:
-            long_rows = find_long_rows(batch.decode.seq_lens, batch.req_to_token.shape[1])
+            max_context = batch.req_to_token.shape[1]
+            limit = default_long_tokens(batch.num_decode, pool.k[0].shape[1], max_context)
+            long_rows = find_long_rows(batch.decode.seq_lens, max_context, long_tokens=limit)
         return StepState(batch, long_rows)
 
     def forward(self, layer: int, q: torch.Tensor, pool: KVPool, state: StepState) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phalanx.kernels.checks import check_page_size, check_tensor, pick_with_numba
-from phalanx.kernels.decode_attention_long import LongRows
+from phalanx.kernels.decode_attention_long import LONG_TOKENS, LongRows
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT = (torch.int32, torch.int64)
@@ -64,6 +64,14 @@ def default_splits(num_rows: int, num_programs: int, max_context: int) -> int:
     """
     wanted = _FULL_GRID // max(1, num_rows * num_programs)
     return max(1, min(wanted, -(-max_context // SPLIT_TOKENS), MAX_SPLITS))
+
+
+def default_long_tokens(num_rows: int, num_programs: int, max_context: int) -> int:
+    """Rows of more tokens than this hold the others up: `find_long_rows` is for them.
+
+    Arguments as in `default_splits`, which shares a row between several programs in small batches.
+    """
+    return LONG_TOKENS * default_splits(num_rows, num_programs, max_context)
 
 
 def decode_workspace_size(bs: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
