@@ -3,10 +3,10 @@
     python benchmarks/lm_eval_client.py --lm-eval-python VENV/bin/python
 
 VENV has `pip install "lm-eval[api]"`; neither model nor tokenizer is loaded there. Two small tasks are
-written to a folder: multiple choice (echo and logprobs of the prompt) and text up to a stop string. lm-eval asks
-/v1/completions for both, with /tokenizer_info and /tokenize for its tokens; every log-probability and text
-that it logs is compared with transformers' in this process, in float32. Prints the texts and one JSON line last.
-Exit code 1 when a log-probability differs by more than 1e-3, or a text at all.
+written to a folder: multiple choice (echo and logprobs of the prompt) and text up to a stop string. lm-eval
+asks /v1/completions for both, with /tokenizer_info and /tokenize for its tokens; every log-probability and
+text that it logs is compared with transformers' in this process, in float32. Prints the texts and one JSON
+line last. Exit code 1 when a log-probability differs by more than 1e-3, or a text at all.
 """
 
 from __future__ import annotations

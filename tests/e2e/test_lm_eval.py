@@ -1,6 +1,6 @@
 """lm-eval's API model as a client: its scores and texts equal transformers'.
 
-Runs where PHALANX_LM_EVAL_PYTHON names a Python that has `lm-eval[api]`: it brings some dozen packages of its own.
+Runs where PHALANX_LM_EVAL_PYTHON names a Python that has `lm-eval[api]`, which brings dozens of packages.
 """
 
 from __future__ import annotations
