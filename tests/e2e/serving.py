@@ -42,7 +42,10 @@ class Server:
         """The API workers' processes by slot."""
         found = {}
         for child in self.children():
-            words = child.cmdline()
+            try:
+                words = child.cmdline()
+            except psutil.Error:  # it has just ended
+                continue
             if "--slot" in words:
                 found[int(words[words.index("--slot") + 1])] = child
         return found

@@ -55,6 +55,7 @@ class EngineLoop:
         self._progress = ProgressLog()
         self._rids = RidRegistry()
         self._paused = False
+        self._num_lost = 0  # sequences that ended with their API worker
         self._profiler = StepProfiler(settings.engine.device)
         self._collector = IdleCollector()
         self._watchdog = Watchdog(settings.server.watchdog_timeout_s)
@@ -129,6 +130,7 @@ class EngineLoop:
             ended = message.args["worker"]
             streams = [s for s in self._worker.scheduler.stream_ids() if s >> WORKER_SHIFT == ended]
             logger.warning("API worker %d has ended: aborting its %d sequences", ended, len(streams))
+            self._num_lost += len(streams)
             self._abort(streams)
             return
         if message.op == "hello":
@@ -146,7 +148,8 @@ class EngineLoop:
             self._paused = False
             return True, {}
         if op == "stats":
-            return True, {**self._worker.stats(), "paused": self._paused}
+            own = {"paused": self._paused, "aborted_worker_lost_total": self._num_lost}
+            return True, {**self._worker.stats(), **own}
         if op == "flush_cache":
             if self._worker.busy:
                 return False, {"message": "requests are running or queued"}

@@ -48,7 +48,6 @@ class Application:
         self._fastapi = _build_fastapi(worker)
         self._access = Access(worker.settings.server)
         self._timeout_s = worker.settings.server.request_timeout_s
-        self._endpoints = {*_GENERATING, *(getattr(route, "path", "") for route in self._fastapi.routes)}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve one HTTP request, or the lifespan."""
@@ -62,12 +61,15 @@ class Application:
         finally:
             self.worker.metrics.closed(self._endpoint(scope), status)
 
-    def _endpoint(self, scope: dict[str, Any]) -> str:
+    @staticmethod
+    def _endpoint(scope: dict[str, Any]) -> str:
         """The route's path; for what has none a word, so that clients cannot make up names of metrics."""
         if scope["method"] == "OPTIONS":
             return "preflight"
-        path: str = getattr(scope.get("route"), "path", scope["path"])
-        return path if path in self._endpoints else "other"
+        route = scope.get("route")  # FastAPI's, once it has found one
+        if route is not None:
+            return str(route.path)
+        return scope["path"] if scope["path"] in _GENERATING else "other"
 
     async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         """Serve one HTTP request; returns the status that was sent."""

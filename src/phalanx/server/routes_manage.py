@@ -18,7 +18,8 @@ from phalanx.server.calls import Ask, check_rid, make_streams, new_call, run_cal
 from phalanx.server.errors import decode_json
 from phalanx.server.facts import model_card, model_info, server_info, tokenizer_info
 from phalanx.server.form_generate import GenerateForm
-from phalanx.server.metrics import render
+from phalanx.server.metrics import metrics_text
+from phalanx.server.prometheus import CONTENT_TYPE
 from phalanx.server.response import Message, encode_json, read_body
 from phalanx.server.response import Response as StreamResponse
 from phalanx.server.routes_pause import add_pause_routes
@@ -128,14 +129,7 @@ def _add_facts(router: APIRouter, worker: ApiWorker) -> None:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
-        reply = await worker.engine.control("stats")
-        settings = worker.settings
-        text = render(
-            reply.data,
-            model=settings.server.served_model_name,
-            max_running_requests=settings.scheduler.max_running_requests,
-        )
-        return PlainTextResponse(text)
+        return PlainTextResponse(await metrics_text(worker), media_type=CONTENT_TYPE)
 
 
 def _add_text(router: APIRouter, worker: ApiWorker) -> None:

@@ -26,7 +26,7 @@ Float64 = npt.NDArray[np.float64]
 LATENCY_BOUNDS_S = log_bounds_s(-4, 3)
 LATENCIES = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
 GAUGES = ("streams", "http_active")
-TOTALS = ("events", "coalesced", "stalled")
+TOTALS = ("stream_events", "coalesced_tokens", "stalled_clients")
 ENDS = ("stop", "length", "abort", "error")
 # Why sequences were aborted: the client left; it read nothing; --request-timeout; /abort_request;
 # /pause_generation with mode "abort"; the server ended; the engine ended.
@@ -98,7 +98,7 @@ class WorkerMetrics:
         self._slots = {
             (bytes(row["endpoint"]).decode(), int(row["status"])): i
             for i, row in enumerate(self._responses)
-            if row["status"]
+            if row["endpoint"]
         }
         self.time_to_first_token, self.inter_token_latency, self.e2e_request_latency = (
             LatencyHistogram(data["latency_buckets"][0, i], data["latency_sums"][0, i : i + 1])
@@ -123,10 +123,12 @@ class WorkerMetrics:
         key = (endpoint[:_MAX_ENDPOINT_BYTES], status)
         slot = self._slots.get(key)
         if slot is None:
-            slot = min(len(self._slots), _MAX_RESPONSES - 1)
+            slot = len(self._slots)
+            if slot >= _MAX_RESPONSES - 1:
+                slot, key = _MAX_RESPONSES - 1, ("other", 0)
             self._slots[key] = slot
             self._responses[slot]["endpoint"] = key[0].encode()
-            self._responses[slot]["status"] = status
+            self._responses[slot]["status"] = key[1]
         self._responses["count"][slot] += 1
 
     def publish(self, *, num_streams: int, totals: tuple[int, ...], lag: Histogram) -> None:
