@@ -1,4 +1,4 @@
-"""The `phalanx` command: serve, generate, pull, profile, bench."""
+"""The `phalanx` command: serve, generate, pull, top, profile, bench."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "generate text in this process, without a server",
     "pull": "bring a model into the cache folder",
+    "top": "watch a server in the terminal",
     "profile": "trace some steps of the engine: where their time goes",
     "bench": "benchmarks: " + ", ".join(_BENCHES),
 }
@@ -68,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         return _run(importlib.import_module("phalanx.runtime.generate"), "phalanx generate", rest)
     if command == "pull":
         return _run(importlib.import_module("phalanx.models.pull"), "phalanx pull", rest)
+    if command == "top":
+        return _run(importlib.import_module("phalanx.top"), "phalanx top", rest)
     if command == "profile":
         return _run(importlib.import_module("phalanx.microbench.profile"), "phalanx profile", rest)
     if command == "bench":

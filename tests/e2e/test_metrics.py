@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -262,6 +266,36 @@ def test_every_family_has_a_type_and_a_text(clients: list[httpx.Client]) -> None
         assert family.documentation.endswith("."), name
         assert name.startswith(("sglang:", "phalanx:")), name
         assert all(s.labels["model_name"] == MODEL for s in family.samples), name
+
+
+def top(server: Server, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "phalanx", "top", "--url", server.url, *flags]
+
+
+def test_top_prints_one_frame(server: Server) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        thread = threading.Thread(target=generate, args=(client, 700))
+        thread.start()
+        done = subprocess.run(top(server, "--once"), capture_output=True, text=True, timeout=60)
+        thread.join(60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    figures = {" ".join(row[:-1]): row[-1] for row in rows if row}
+    assert rows[0] == [MODEL, server.url, "up"]
+    assert ["running", "1"] in [row[:2] for row in rows] and figures["queued"] == "0"
+    assert 20 < float(figures["tokens/s out"]) < 1000 / STEP_MS * 1.5
+
+
+def test_top_goes_on_until_it_is_stopped(server: Server) -> None:
+    process = subprocess.Popen(
+        top(server, "--interval", "0.2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    time.sleep(3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=20)
+    assert process.returncode == 0 and not error.strip(), error
+    assert b"tokens/s out" in out
 
 
 def test_a_request_that_takes_too_long(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def test_tokens_that_come_together_share_the_wait(rig: Rig) -> None:
     rig.note(1.0, {1: 7})
     rig.note(0.3, {1: 7, 2: 7}, {1: 7, 2: 7}, {1: 7})
     # Stream 1: three tokens in 0.3 s. Stream 2: its first, and one more with it, which did not wait.
-    assert rig.count_and_sum(ITL) == (3, pytest.approx(0.3))
+    assert rig.count_and_sum(ITL) == (4, pytest.approx(0.3))
+    assert rig.metrics.snapshot()["latency_buckets"][0, ITL, 0] == 1
     assert rig.count_and_sum(TTFT) == (2, pytest.approx(2.3))
 
 
@@ -131,7 +132,7 @@ def test_counts_equal_a_loop_over_tokens(groups: list[tuple[float, list[set[int]
                 count = sum(i in one for one in steps)
                 waited, is_first = rig.now_s - last[i], last[i] == 1000.0
                 firsts += [waited] if is_first else []
-                gaps += [] if is_first else [waited / count] * count
+                gaps += [0.0] * (count - 1) if is_first else [waited / count] * count
                 last[i] = rig.now_s
         assert rig.count_and_sum(TTFT) == (len(firsts), pytest.approx(sum(firsts)))
         assert rig.count_and_sum(ITL) == (len(gaps), pytest.approx(sum(gaps)))

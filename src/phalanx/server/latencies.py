@@ -77,12 +77,14 @@ class Latencies:
         if is_first.any():
             self._metrics.time_to_first_token.add(waits_s[is_first])
             self._waits_for_first[places[is_first]] = False
-            waits_s = waits_s[~is_first]
-            counts = None if counts is None else counts[~is_first]
+            if counts is None:
+                waits_s = waits_s[~is_first]
         if counts is None:
             self._metrics.inter_token_latency.add(waits_s)
-        else:  # tokens that came together share the wait, as in SGLang
-            self._metrics.inter_token_latency.add(waits_s / counts, counts)
+        else:  # tokens that came together share the wait, as in SGLang; those with a first one did not wait
+            counts = counts - is_first
+            waits_s = np.where(is_first, 0.0, waits_s) / np.maximum(counts, 1)
+            self._metrics.inter_token_latency.add(waits_s, counts)
 
     def flush(self) -> None:
         """Bring the metrics up to date."""
