@@ -124,7 +124,9 @@ class Batch:
         """Median us, after a check against whole rows."""
         long_rows = None
         if cut is not None:
-            long_rows = find_long_rows(self.lens, MAX_CONTEXT, long_tokens=cut[0], piece_tokens=cut[1])
+            long_rows = find_long_rows(
+                self.lens, MAX_CONTEXT, long_tokens=cut[0], times_mean=0, piece_tokens=cut[1]
+            )
         self.out.fill_(torch.nan)
         torch.testing.assert_close(self.attend(long_rows), self.whole, rtol=2e-2, atol=2e-3)
         return median_us(lambda: self.attend(long_rows), repeats)

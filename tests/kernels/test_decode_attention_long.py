@@ -30,11 +30,11 @@ def few_programs():
 few = settings(max_examples=max(8, settings.default.max_examples // 5))  # the interpreter is slow
 
 
-def plain(lens, long_tokens, piece_tokens, max_pieces):
+def plain(lens, long_tokens, times_mean, piece_tokens, max_pieces):
     """The rows to cut, by a loop: (lane, first piece) and the pieces in all."""
     cut, num_pieces = [], 0
     for lane, length in enumerate(lens):
-        if length <= long_tokens:
+        if length <= long_tokens or length <= times_mean * sum(lens) / len(lens):
             continue
         pieces = -(-length // piece_tokens)
         if num_pieces + pieces > max_pieces or len(cut) == module.MAX_LONG:
@@ -50,7 +50,8 @@ def plain(lens, long_tokens, piece_tokens, max_pieces):
 @given(data=st.data())
 def test_the_first_long_rows_that_find_room_are_cut(backend, data):
     long_tokens = data.draw(st.sampled_from([16, 40, 100]))
-    lens = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=40))
+    times_mean = data.draw(st.sampled_from([0, 1, 4]))
+    lens = data.draw(st.lists(st.integers(0, 300) | st.integers(0, 9), min_size=1, max_size=40))
     dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_PIECES", data.draw(st.sampled_from([1, 20, 2048])))
@@ -58,10 +59,11 @@ def test_the_first_long_rows_that_find_room_are_cut(backend, data):
             torch.tensor(lens, dtype=dtype, device=DEVICE),
             300,
             long_tokens=long_tokens,
+            times_mean=times_mean,
             piece_tokens=16,
             backend=backend,
         )
-        cut, num_pieces = plain(lens, long_tokens, 16, min(module.MAX_PIECES, len(lens) * 19))
+        cut, num_pieces = plain(lens, long_tokens, times_mean, 16, min(module.MAX_PIECES, len(lens) * 19))
     assert found is not None
     assert found.counts.tolist() == [num_pieces, len(cut)]
     assert list(zip(found.lanes.tolist(), found.first_piece.tolist(), strict=True))[: len(cut)] == cut
@@ -73,7 +75,7 @@ def test_the_first_long_rows_that_find_room_are_cut(backend, data):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_no_more_rows_are_cut_than_there_is_room_for(backend):
     lens = torch.full((module.MAX_LONG + 9,), 17, dtype=torch.int32, device=DEVICE)
-    found = find_long_rows(lens, 64, long_tokens=16, piece_tokens=16, backend=backend)
+    found = find_long_rows(lens, 64, long_tokens=16, times_mean=0, piece_tokens=16, backend=backend)
     assert found is not None
     assert found.counts.tolist() == [2 * module.MAX_LONG, module.MAX_LONG]
     assert found.lanes.tolist() == list(range(module.MAX_LONG))
@@ -95,7 +97,9 @@ def test_cut_rows_equal_the_loop(lens, shape, page_size, max_pieces, seed):
     args = (q, *case.pool(), case.rows, case.lens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_PIECES", max_pieces)
-        long_rows = find_long_rows(case.lens, 150, long_tokens=32, piece_tokens=16, backend="triton")
+        long_rows = find_long_rows(
+            case.lens, 150, long_tokens=32, times_mean=0, piece_tokens=16, backend="triton"
+        )
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
     got = decode_attention(*args, page_size=page_size, long_rows=long_rows, out=out, backend="triton")
     assert got is out
@@ -108,7 +112,9 @@ def test_model_shapes(dtype, heads, head_dim):
     """More pieces than are joined at a time, and more than one program takes in a turn."""
     case = Case([3, 700, 40], *heads, head_dim, dtype=dtype)
     args = (case.queries(3), *case.pool(), case.rows, case.lens)
-    long_rows = find_long_rows(case.lens, 700, long_tokens=64, piece_tokens=16, backend="triton")
+    long_rows = find_long_rows(
+        case.lens, 700, long_tokens=64, times_mean=2, piece_tokens=16, backend="triton"
+    )
     assert long_rows is not None and long_rows.counts.tolist() == [44, 1]
     got = decode_attention(*args, long_rows=long_rows, backend="triton")
     assert_near(got, reference.decode_attention(*args))

@@ -15,6 +15,7 @@ import torch
 from phalanx.kernels.checks import check_tensor, pick_backend
 
 LONG_TOKENS = 2048  # what one program can read unnoticed; measured on an H200 (docs/measured.md)
+TIMES_MEAN = 4  # and than this many times the mean: a batch that is long all over is better left whole
 PIECE_TOKENS = 512
 MAX_PIECES = 2048
 MAX_LONG = 256
@@ -48,14 +49,16 @@ def find_long_rows(
     max_context: int,
     *,
     long_tokens: int = LONG_TOKENS,
+    times_mean: int = TIMES_MEAN,
     piece_tokens: int = PIECE_TOKENS,
     backend: str = "auto",
 ) -> LongRows | None:
     """Choose the rows to cut: one launch. None where no row can be that long.
 
     seq_lens: [bs] int32 or int64, contiguous, bs up to 65535. max_context: no length is above it.
-    long_tokens: rows of more tokens are cut, into pieces of piece_tokens (a power of two, at least 16); at
-    most MAX_LONG rows and MAX_PIECES pieces of them, the first ones.
+    long_tokens, times_mean: rows of more tokens than the one, and than the other times the mean length, are
+    cut into pieces of piece_tokens (a power of two, at least 16); at most MAX_LONG rows and MAX_PIECES pieces
+    of them, the first ones.
     backend: "torch", "triton" or "auto" (Triton on CUDA).
 
     Raises TypeError or ValueError naming the argument at fault.
@@ -71,7 +74,7 @@ def find_long_rows(
         return None
     max_pieces = min(MAX_PIECES, bs * -(-max_context // piece_tokens))
     if chosen == "torch":
-        return _find_torch(seq_lens, long_tokens, piece_tokens, max_pieces)
+        return _find_torch(seq_lens, long_tokens, times_mean, piece_tokens, max_pieces)
     from phalanx.kernels import decode_attention_long_triton
 
     counts = torch.empty(2 + 2 * MAX_LONG, dtype=torch.int32, device=seq_lens.device)
@@ -83,13 +86,16 @@ def find_long_rows(
         max_pieces=max_pieces,
         piece_tokens=piece_tokens,
     )
-    decode_attention_long_triton.find(seq_lens, found, long_tokens)
+    decode_attention_long_triton.find(seq_lens, found, long_tokens, times_mean)
     return found
 
 
-def _find_torch(seq_lens: torch.Tensor, long_tokens: int, piece_tokens: int, max_pieces: int) -> LongRows:
-    is_long = seq_lens > long_tokens
-    pieces = torch.where(is_long, (seq_lens.long() + piece_tokens - 1) // piece_tokens, 0)
+def _find_torch(
+    seq_lens: torch.Tensor, long_tokens: int, times_mean: int, piece_tokens: int, max_pieces: int
+) -> LongRows:
+    lens = seq_lens.long()
+    is_long = (lens > long_tokens) & (lens * len(lens) > times_mean * lens.sum())
+    pieces = torch.where(is_long, (lens + piece_tokens - 1) // piece_tokens, 0)
     ends = pieces.cumsum(0)
     cut = is_long & (ends <= max_pieces) & (is_long.cumsum(0) <= MAX_LONG)
     lanes, first_piece = (torch.zeros(MAX_LONG, dtype=torch.int32, device=seq_lens.device) for _ in range(2))

@@ -29,6 +29,7 @@ def find_rows(
     first_piece,
     bs,
     long_tokens,
+    times_mean,
     max_pieces,
     PIECE: tl.constexpr,
     MAX_ROWS: tl.constexpr,
@@ -37,7 +38,8 @@ def find_rows(
     """One program over the whole batch."""
     lane = tl.arange(0, BLOCK)
     length = tl.load(seq_lens + lane, mask=lane < bs, other=0)
-    is_long = length > long_tokens
+    total = tl.sum(length.to(tl.int64), 0)
+    is_long = (length > long_tokens) & (length.to(tl.int64) * bs > total * times_mean)
     pieces = tl.where(is_long, (length + PIECE - 1) // PIECE, 0).to(tl.int32)
     end = tl.cumsum(pieces, 0)
     rank = tl.cumsum(is_long.to(tl.int32), 0) - 1
@@ -172,7 +174,7 @@ def merge_rows(
         tl.store(target, (acc / total).to(out.dtype.element_ty), mask=dim < DIM)
 
 
-def find(seq_lens: torch.Tensor, found: LongRows, long_tokens: int) -> None:
+def find(seq_lens: torch.Tensor, found: LongRows, long_tokens: int, times_mean: int) -> None:
     """Fill `found` from lengths of at least one row."""
     with device_guard(seq_lens):
         find_rows[(1,)](
@@ -183,6 +185,7 @@ def find(seq_lens: torch.Tensor, found: LongRows, long_tokens: int) -> None:
             found.first_piece,
             len(seq_lens),
             long_tokens,
+            times_mean,
             found.max_pieces,
             PIECE=found.piece_tokens,
             MAX_ROWS=MAX_LONG,
