@@ -62,6 +62,9 @@ class FakeTransport:
         self.is_stopped = False
         self.flow.resume_writing()
 
+    def get_extra_info(self, name):
+        return None
+
     def is_closing(self):
         return self.is_aborted
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, MutableMapping, Sequence
 from typing import Any, Protocol
@@ -26,6 +28,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER of zero: closing sends a reset and drops what is unsent
 STALL_S = 30.0  # the transport's buffer (64 KiB) must shrink to a quarter within this time
 JSON_HEADERS = [(b"content-type", b"application/json")]
 SSE_HEADERS = [
@@ -176,8 +179,13 @@ class Response:
         """Close the connection of a client that does not read; its request is aborted with it."""
         self.ended = self.stalled = True
         logger.info("closed a connection whose client has read nothing for %g s", STALL_S)
-        if self.connection is not None:
-            self.connection.transport.abort()
+        if self.connection is None:
+            return
+        transport = self.connection.transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None:  # else the kernel would keep some megabytes for the client, for minutes
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        transport.abort()
 
     def _on_failure(self) -> None:
         # The server ends a connection whose response is broken; the request is aborted with it.
