@@ -82,7 +82,7 @@ class Application:
         headers = self._access.cors_headers(scope)
         try:
             self._access.check_origin(scope)
-            if path not in HEALTH_PATHS:
+            if path not in HEALTH_PATHS and path not in PAGE_PATHS:
                 self._access.check_key(scope)
         except RequestError as error:
             response = Response(send, headers)
@@ -174,7 +174,7 @@ class _NotedSend:
 def _build_fastapi(worker: ApiWorker) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        await worker.start()
         yield
         worker.close()
 

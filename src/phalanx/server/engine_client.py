@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,7 @@ from phalanx.runtime.channels import WorkerEnd
 logger = logging.getLogger(__name__)
 
 _PING_S = 1.0
-# A step may last long (a big prompt on a CPU), so silence alone means death only after this; the engine's
-# process is watched besides, and its death is noticed at once.
-_MAX_SILENT_PINGS = 300
+_SPARE_PINGS = 10
 
 
 class EngineClient:
@@ -33,6 +32,8 @@ class EngineClient:
         on_unsent: takes (stream id, HTTP status, message) of a request that cannot be sent.
         on_control: takes orders relayed from other workers.
         on_ready: takes the engine's facts.
+        silence_s: an engine that answers no ping for longer is dead; 0 for never. Its own watchdog ends it
+            sooner, unless the whole process is stopped.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class EngineClient:
         on_unsent: Callable[[int, int, str], None],
         on_control: Callable[[Control], None],
         on_ready: Callable[[dict[str, Any]], None],
-        max_silent_pings: int = _MAX_SILENT_PINGS,
+        silence_s: float = 0.0,
     ) -> None:
         self._channel = channel
         self._on_outputs = on_outputs
@@ -52,7 +53,9 @@ class EngineClient:
         self._on_unsent = on_unsent
         self._on_control = on_control
         self._on_ready = on_ready
-        self._max_silent_pings = max_silent_pings
+        # A step may last long (a big prompt on a CPU): silence alone means death only late. The engine's
+        # process is watched besides, and its death is noticed at once.
+        self._max_silent_pings = silence_s / _PING_S + _SPARE_PINGS if silence_s else math.inf
         self._submits: list[EngineRequest] = []
         self._aborts: list[int] = []
         self._asked: dict[int, asyncio.Future[ControlReply]] = {}
@@ -76,6 +79,11 @@ class EngineClient:
         self._flush()
         self._unwatch()
         self._channel.close()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine is ready or dead, and not merely unheard of."""
+        return self.is_ready or self.death is not None
 
     def require_alive(self) -> None:
         """Raise a 503 unless the engine can take requests."""

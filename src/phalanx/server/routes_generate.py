@@ -103,6 +103,8 @@ def _decode(raw_body: bytes) -> tuple[GenerateBody, list[str], list[list[int]], 
 def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str | None]:
     for one in rid if isinstance(rid, list) else [rid]:
         check_rid(one)
+    if isinstance(rid, list) and len(set(rid)) < len(rid):
+        raise RequestError("rid names two prompts alike", param="rid")
     if isinstance(rid, str) and is_batch:
         return [f"{rid}_{i}" for i in range(count)]
     return [one_of(rid, i, count, "rid") for i in range(count)]

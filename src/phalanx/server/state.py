@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 # Text of this size tokenizes in about a millisecond; more goes to a thread, so that streams do not wait.
 INLINE_BYTES = 8192
+_GREETING_S, _GREETING_POLL_S = 10.0, 0.02
 
 
 @dataclass(slots=True)
@@ -110,10 +111,13 @@ class ApiWorker:
             num_streams=dispatcher.num_streams, totals=totals, lag=self.housekeeper.loop_lag_s
         )
 
-    def start(self) -> None:
-        """Listen to the engine; needs a running event loop."""
+    async def start(self) -> None:
+        """Listen to the engine. A dead worker's successor waits for its answer: no client meets a 503."""
         self.engine.start()
         self.housekeeper.start()
+        deadline_s = time.monotonic() + _GREETING_S
+        while self.worker_id != self.slot and not self.engine.is_settled and time.monotonic() < deadline_s:
+            await asyncio.sleep(_GREETING_POLL_S)
 
     def close(self) -> None:
         """Stop threads and channel."""
@@ -171,6 +175,7 @@ def build_api_worker(
         on_unsent=dispatcher.fail,
         on_control=on_control,
         on_ready=on_ready,
+        silence_s=settings.server.watchdog_timeout_s,
     )
     texts = TokenTexts(None)
     if tokenizer is not None:
