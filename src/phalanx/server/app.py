@@ -82,7 +82,7 @@ class Application:
         headers = self._access.cors_headers(scope)
         try:
             self._access.check_origin(scope)
-            if path not in HEALTH_PATHS and path not in PAGE_PATHS:
+            if path not in HEALTH_PATHS:
                 self._access.check_key(scope)
         except RequestError as error:
             response = Response(send, headers)
