@@ -1,4 +1,4 @@
-"""The torch attention backend against a dense fp32 reference, row by row."""
+"""The CPU's attention backends against a dense fp32 reference, row by row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.attention import registry
 from phalanx.attention.base import DecodePart, ForwardBatch, PrefillPart
 from phalanx.attention.grouping import QUERY_BLOCK, group_by_length, query_blocks
 from phalanx.attention.registry import create_attention
+from phalanx.attention.torch_native import TorchNativeAttention
 from phalanx.config.groups import ModelConfig, RopeConfig
 from phalanx.core.errors import ConfigError
 from phalanx.kvcache.pool import KVPool
@@ -103,19 +105,26 @@ def dense(batch: ForwardBatch, pool: KVPool, q: torch.Tensor, layer: int) -> tor
     return out
 
 
-def attend(config: ModelConfig, batch: ForwardBatch, pool: KVPool, q: torch.Tensor, layer: int = 1):
-    backend = create_attention("torch_native", config)
+def attend(
+    name: str, config: ModelConfig, batch: ForwardBatch, pool: KVPool, q: torch.Tensor, layer: int = 1
+):
+    backend = create_attention(name, config)
     return backend.forward(layer, q, pool, backend.begin(batch, pool))
 
 
+both = pytest.mark.parametrize("name", ["torch_native", "numba"])
+
+
+@both
 @pytest.mark.parametrize("head_dim", [40, 64, 80])
 @pytest.mark.parametrize("group", [1, 3, 7])
-def test_mixed_step_equals_dense(group: int, head_dim: int) -> None:
+def test_mixed_step_equals_dense(name: str, group: int, head_dim: int) -> None:
     config = shape(2 * group, 2, head_dim)
     case = make_case(config, [1, 15, 16, 17, 300], [(0, 1), (0, 17), (16, 15), (299, 1), (33, 40)])
-    torch.testing.assert_close(attend(config, *case), dense(*case, layer=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(name, config, *case), dense(*case, layer=1), rtol=1e-4, atol=1e-5)
 
 
+@both
 @pytest.mark.parametrize(
     ("decode_lens", "chunks"),
     [
@@ -128,49 +137,59 @@ def test_mixed_step_equals_dense(group: int, head_dim: int) -> None:
         ([2], [(0, 2 * QUERY_BLOCK + 3), (9, 4)]),
     ],
 )
-def test_shapes_of_steps(decode_lens: list[int], chunks: list[tuple[int, int]]) -> None:
+def test_shapes_of_steps(name: str, decode_lens: list[int], chunks: list[tuple[int, int]]) -> None:
     config = shape(3, 1, 16)
     case = make_case(config, decode_lens, chunks)
-    torch.testing.assert_close(attend(config, *case), dense(*case, layer=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(name, config, *case), dense(*case, layer=1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near_dense(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("torch_native", torch.bfloat16), ("torch_native", torch.float16), ("numba", torch.bfloat16)],
+)
+def test_half_precision_is_near_dense(name: str, dtype: torch.dtype) -> None:
     config = shape(6, 2, 64)
     case = make_case(config, [1, 40, 150], [(0, 30), (20, 9)], dtype)
-    got = attend(config, *case)
+    got = attend(name, config, *case)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), dense(*case, layer=1), rtol=0.02, atol=0.02)
 
 
-def test_strided_queries_and_empty_step() -> None:
+@both
+def test_strided_queries_and_empty_step(name: str) -> None:
     config = shape(6, 2, 8)
     batch, pool, q = make_case(config, [3, 50], [(0, 4)])
     joined = torch.cat((q, torch.full_like(q, torch.nan)), dim=1)
-    torch.testing.assert_close(attend(config, batch, pool, joined[:, :6]), attend(config, batch, pool, q))
+    torch.testing.assert_close(
+        attend(name, config, batch, pool, joined[:, :6]), attend(name, config, batch, pool, q)
+    )
     batch, pool, q = make_case(config, [], [])
-    assert attend(config, batch, pool, q).shape == (0, 6, 8)
+    assert attend(name, config, batch, pool, q).shape == (0, 6, 8)
 
 
-def test_padding_lanes_may_share_row_zero() -> None:
+@both
+def test_padding_lanes_may_share_row_zero(name: str) -> None:
     """Lanes that an engine pads with: row 0, length 1, slot 0."""
     config = shape(2, 2, 8)
     batch, pool, q = make_case(config, [4, 1, 1], [])
     batch.req_to_token[0] = 0
     batch.decode.rows[1:] = 0
-    torch.testing.assert_close(attend(config, batch, pool, q), dense(batch, pool, q, 1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attend(name, config, batch, pool, q), dense(batch, pool, q, 1), rtol=1e-4, atol=1e-5
+    )
 
 
 lengths = st.lists(st.integers(1, 70), max_size=12)
 spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), max_size=5)
 
 
+@both
 @pytest.mark.fuzz
 @given(lengths, spans, st.sampled_from([(1, 1), (3, 1), (6, 2), (14, 2), (4, 4)]), st.integers(0, 10**6))
-def test_any_step_equals_dense(decode_lens, chunks, heads, seed) -> None:
+def test_any_step_equals_dense(name, decode_lens, chunks, heads, seed) -> None:
     config = shape(*heads, 8)
     case = make_case(config, decode_lens, chunks, seed=seed)
-    torch.testing.assert_close(attend(config, *case), dense(*case, layer=1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(name, config, *case), dense(*case, layer=1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.fuzz
@@ -209,3 +228,9 @@ def test_query_blocks_cover_every_token(chunks) -> None:
 def test_unknown_backend_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="torch_native"):
         create_attention(name, shape(2, 1, 8))
+
+
+def test_numba_gives_way_where_it_cannot_run(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(registry, "numba_problem", lambda dtype: "numba cannot be imported (just so)")
+    assert isinstance(create_attention("numba", shape(2, 1, 8)), TorchNativeAttention)
+    assert "torch_native instead of numba: numba cannot be imported (just so)" in caplog.text

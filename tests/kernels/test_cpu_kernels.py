@@ -80,8 +80,9 @@ def assert_near(got, want, dtype=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("group", "head_dim"), [(1, 64), (3, 64), (4, 64), (8, 64), (8, 80), (3, 96), (1, 128), (4, 128)]
+)
 def test_attention_equals_fp64(group, head_dim, dtype):
     for page_size in (1, 16):
         lens = [1, 2, 15, 16, 17, TILE - 1, TILE, TILE + 1, 2 * TILE + 3]

@@ -138,7 +138,7 @@ class Server:
         )
         self.lens = [0] * (num_rows + 1)
         self.model = model
-        self.attn = create_attention("torch_native", config)
+        self.attn = create_attention("numba", config)
         self.logits_index: torch.Tensor | None = None  # all tokens
 
     def step(

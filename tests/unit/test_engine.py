@@ -58,7 +58,7 @@ def settings(page_size: int, **changes: object) -> Settings:
         engine=EngineConfig(
             device="cpu",
             dtype="float32",
-            attention_backend="torch_native",
+            attention_backend="numba",
             overlap=True,
             cuda_graph=False,
             random_seed=0,
@@ -89,7 +89,7 @@ class Rig:
         chosen = settings(page_size)
         scheduler = msgspec.structs.replace(chosen.scheduler, grant_tokens=grant_tokens)
         chosen = msgspec.structs.replace(chosen, scheduler=scheduler)
-        self.engine = Engine(chosen, model, pool, create_attention("torch_native", CONFIG), CPU)
+        self.engine = Engine(chosen, model, pool, create_attention("numba", CONFIG), CPU)
         self.hand = HandScheduler(num_pages, page_size)
 
     def step(self, **kwargs: object) -> StepResult:

@@ -28,9 +28,9 @@ from phalanx.kernels.cpu_jit import (
 )
 from phalanx.kernels.cpu_parallel import HEADER, Kernel
 from phalanx.kernels.cpu_vectors import load_row, store_row
-from phalanx.kernels.decode_attention_vectors import AHEAD, tile_scores, tile_values, token_block
+from phalanx.kernels.decode_attention_vectors import AHEAD, block_scores, tile_values, token_block
 
-TILE = 128  # tokens, a multiple of every token block
+TILE = 64  # tokens, a multiple of every token block
 MAX_GROUP = 8  # queries that share one read of K and V
 _CHUNKS_PER_THREAD = 4
 _LEAST_WORK = 512  # tokens times KV heads in a chunk, some 10 us: as long as another thread needs to wake
@@ -77,12 +77,12 @@ def _build(group: int, dim: int, kind: int, block: int):
         out, out_token_bytes, out_head_bytes, scale = a[19], a[20], a[21], float_of(a[22])
         row_floats = group * dim  # of the queries that share a read
         held = num_blocks * row_floats
-        scratch = np.empty(2 * held + group * (TILE + block) + (2 * num_blocks + 1) * group + 16, np.float32)
+        scratch = np.empty(2 * held + num_blocks * group * (TILE + block + 2) + group + 16, np.float32)
         queries = align(scratch.ctypes.data)
         sums = queries + 4 * held
         scores = sums + 4 * held
-        tops = scores + 4 * group * TILE
-        state = tops + 4 * group * block
+        tops = scores + 4 * num_blocks * group * TILE
+        state = tops + 4 * num_blocks * group * block
         top, total = (
             floats(state, num_blocks * group),
             floats(state + 4 * num_blocks * group, num_blocks * group),
@@ -90,7 +90,7 @@ def _build(group: int, dim: int, kind: int, block: int):
         factors_at = state + 8 * num_blocks * group
         factors, found, accumulated = (
             floats(factors_at, group),
-            floats(tops, group * block),
+            floats(tops, num_blocks * group * block),
             floats(sums, held),
         )
         offsets = np.zeros(TILE + AHEAD, np.int64)
@@ -114,35 +114,39 @@ def _build(group: int, dim: int, kind: int, block: int):
                 for start in range(0, length, TILE):
                     count = min(TILE, length - start)
                     _tile_offsets(row_table, start, count, page_size, slot_bytes, offsets)
+                    found[first * group * block : end * group * block] = -np.inf
+                    # Token by token, as the pool lies in memory; a head at a time would skip through it.
+                    for at in range(0, count, block):
+                        for b in range(first, end):
+                            head_at = b // blocks_per_kv_head * dim * element_bytes
+                            block_scores(
+                                queries + 4 * b * row_floats,
+                                k + head_at,
+                                v + head_at,
+                                offsets_at + 8 * at,
+                                scores + 4 * (b * group * TILE + at),
+                                4 * TILE,
+                                tops + 4 * b * group * block,
+                                group,
+                                dim,
+                                kind,
+                            )
                     for b in range(first, end):
                         head_at = b // blocks_per_kv_head * dim * element_bytes
-                        tile_scores(
-                            queries + 4 * b * row_floats,
-                            k + head_at,
-                            v + head_at,
-                            offsets_at,
-                            (count + block - 1) // block,
-                            scores,
-                            4 * TILE,
-                            tops,
-                            group,
-                            dim,
-                            kind,
-                        )
                         for g in range(group):
                             i = b * group + g
-                            new = max(top[i], found[g * block])
-                            for j in range(1, block):
-                                new = max(new, found[g * block + j])
+                            new = top[i]
+                            for j in range(i * block, (i + 1) * block):
+                                new = max(new, found[j])
                             factors[g] = exp(top[i] - new)
-                            line = floats(scores + 4 * g * TILE, TILE)
+                            line = floats(scores + 4 * i * TILE, TILE)
                             total[i] = total[i] * factors[g] + _exponentials(line, count, new)
                             top[i] = new
                         tile_values(
                             v + head_at,
                             offsets_at,
                             count,
-                            scores,
+                            scores + 4 * b * group * TILE,
                             4 * TILE,
                             factors_at,
                             sums + 4 * b * row_floats,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -23,13 +22,12 @@ def token_block(group: int, dim: int) -> int:
 
 
 @intrinsic(prefer_literal=True)
-def tile_scores(
+def block_scores(
     typingctx: Any,
     queries: Any,
     keys: Any,
     values: Any,
     offsets: Any,
-    num_blocks: Any,
     scores: Any,
     row_bytes: Any,
     largest: Any,
@@ -37,64 +35,52 @@ def tile_scores(
     dim: Any,
     kind: Any,
 ) -> Any:
-    """Products of `group` queries with the keys of num_blocks * token_block tokens.
+    """Products of `group` queries with the keys of token_block tokens.
 
-    queries: `group` rows as of `load_row`, one after another. keys + offsets[t]: key t, for AHEAD more tokens
-    than are computed; values + offsets[t]: its value, which is fetched into the cache. scores + g *
-    row_bytes: the products of query g. largest: `group * token_block` floats; every run of token_block of
-    them holds the maxima of one query over its tokens.
+    queries: `group` rows as of `load_row`, one after another. keys + offsets[t]: key t. The keys AHEAD, and
+    the values of these tokens, are fetched into the cache. scores + g * row_bytes: where the products of
+    query g go. largest: token_block floats of each query, the maxima so far.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        queries_at, keys_at, values_at, offsets_at, blocks, scores_at, stride, largest_at = args[:8]
+        queries_at, keys_at, values_at, offsets_at, scores_at, stride, largest_at = args[:7]
         heads = literal(group)
         emit = Emitter(builder, literal(dim), literal(kind))
         block = token_block(heads, literal(dim))
-        query_bytes = 4 * literal(dim)
-        query = [
-            [
-                emit.load(queries_at, emit.floats, g * query_bytes + i * 4 * emit.width)
-                for i in range(2 * emit.pairs)
+        for t in range(block):
+            ahead = builder.add(keys_at, emit.load(offsets_at, I64, 8 * (t + AHEAD)))
+            emit.prefetch(ahead, emit.pairs * emit.pair_bytes)
+            value = builder.add(values_at, emit.load(offsets_at, I64, 8 * t))
+            emit.prefetch(value, emit.pairs * emit.pair_bytes)
+        key = [builder.add(keys_at, emit.load(offsets_at, I64, 8 * t)) for t in range(block)]
+        sums = [[emit.zeros()] * block for _ in range(heads)]
+        for pair in range(emit.pairs):
+            query = [
+                [
+                    emit.load(queries_at, emit.floats, 4 * (g * literal(dim) + (2 * pair + i) * emit.width))
+                    for i in range(2)
+                ]
+                for g in range(heads)
             ]
-            for g in range(heads)
-        ]
-        part = min(
-            emit.width, _power_of_two(heads * block)
-        )  # sums at a time: those of `part // block` queries
-        tops = [cgutils.alloca_once(builder, ir.VectorType(FLOAT, block)) for _ in range(heads)]
-        for top in tops:
-            builder.store(ir.Constant(ir.VectorType(FLOAT, block), [float("-inf")] * block), top)
-        with cgutils.for_range(builder, blocks) as loop:
-            at = builder.mul(loop.index, I64(block))
-            first = builder.add(offsets_at, builder.shl(at, I64(3)))
-            key = [builder.add(keys_at, emit.load(first, I64, 8 * t)) for t in range(block)]
             for t in range(block):
-                ahead = builder.add(keys_at, emit.load(first, I64, 8 * (t + AHEAD)))
-                emit.prefetch(ahead, emit.pairs * emit.pair_bytes)
-                value = builder.add(values_at, emit.load(first, I64, 8 * t))
-                emit.prefetch(value, emit.pairs * emit.pair_bytes)
-            sums = [[emit.zeros()] * block for _ in range(heads)]
-            for pair in range(emit.pairs):
-                for t in range(block):
-                    for i, vector in enumerate(emit.load_pair(key[t], pair)):
-                        for g in range(heads):
-                            sums[g][t] = emit.fma(query[g][2 * pair + i], vector, sums[g][t])
-            flat = [vector for head in sums for vector in head]
-            here = builder.add(scores_at, builder.shl(at, I64(2)))
-            for start in range(0, len(flat), part):
-                total = emit.sums(flat[start : start + part])
-                for i in range(0, min(part, len(flat) - start), block):
-                    g = (start + i) // block
-                    values = emit.shuffle(total, total, list(range(i, i + block)))
-                    emit.store(values, builder.add(here, builder.mul(stride, I64(g))))
-                    builder.store(emit.maximum(builder.load(tops[g]), values), tops[g])
-        for g, top in enumerate(tops):
-            emit.store(builder.load(top), largest_at, 4 * g * block)
+                for i, vector in enumerate(emit.load_pair(key[t], pair)):
+                    for g in range(heads):
+                        sums[g][t] = emit.fma(query[g][i], vector, sums[g][t])
+        flat = [vector for head in sums for vector in head]
+        at_once = min(emit.width, _power_of_two(heads * block))
+        for start in range(0, len(flat), at_once):
+            total = emit.sums(flat[start : start + at_once])
+            for i in range(0, min(at_once, len(flat) - start), block):
+                g = (start + i) // block
+                found = emit.shuffle(total, total, list(range(i, i + block)))
+                emit.store(found, builder.add(scores_at, builder.mul(stride, I64(g))))
+                top = emit.load(largest_at, found.type, 4 * g * block)
+                emit.store(emit.maximum(top, found), largest_at, 4 * g * block)
         return context.get_dummy_value()
 
-    address, count = types.int64, types.int64
+    address = types.int64
     signature = types.void(
-        address, address, address, address, count, address, types.int64, address, group, dim, kind
+        address, address, address, address, address, types.int64, address, group, dim, kind
     )
     return signature, codegen
 
