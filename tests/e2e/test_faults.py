@@ -1,4 +1,4 @@
-"""What goes wrong around a running server: real processes, an engine without a model."""
+"""What goes wrong around a running server (B16, B48, B50-B52): real processes, an engine without a model."""
 
 from __future__ import annotations
 

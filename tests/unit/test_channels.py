@@ -223,4 +223,10 @@ def test_the_launchers_number_is_good_for_nothing_else(tmp_path, caplog):
         assert engine.recv(500) == []
         launcher.close()
     assert caplog.text.count("the launcher sends nothing of this kind") == 3
+    worker = WorkerChannel(str(tmp_path), 0)
+    worker.send(Control(0, "worker_ended", {"worker": 0}))
+    assert engine.recv(500) == [] and "the launcher alone knows" in caplog.text
+    worker.send(Abort((1,)))
+    assert take(engine, 1) == [(0, Abort((1,)))]
+    worker.close()
     engine.close()

@@ -113,6 +113,8 @@ class EngineChannel:
                 self._close(message.args["worker"])
                 return True
             raise MessageError("the launcher sends nothing of this kind")
+        if is_control and message.op == _WORKER_ENDED:
+            raise MessageError("the launcher alone knows who has ended")
         if sender in self._ended:
             return False  # what was still under way when it ended
         if sender not in self._push:
