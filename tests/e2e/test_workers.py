@@ -219,6 +219,20 @@ def test_a_killed_worker_is_replaced_and_others_go_on(server: Server) -> None:
     assert server.process.poll() is None
 
 
+def test_a_worker_that_is_told_to_stop_finishes_and_is_replaced(server: Server) -> None:
+    worker = server.workers()[1]
+    with server.client_of(worker) as client:
+        running = Stream(client, 200).wait_started()
+        health = Health(server)
+        worker.terminate()
+        assert running.wait_ended().is_done and len(running.ids) == 200
+    wait_until(lambda: server.workers().get(1, worker).pid != worker.pid, "a successor")
+    with server.client_of(server.workers()[1]) as client:
+        assert len(client.post("/generate", json=body(5)).json()["output_ids"]) == 5
+    assert health.stop() == {200}
+    server.assert_live()
+
+
 class Health(threading.Thread):
     """Asks for /health again and again, on a new connection each time."""
 
