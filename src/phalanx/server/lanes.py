@@ -5,7 +5,7 @@ step's token costs one lookup of its text as JSON, one bytes template and one wr
 outlives it. Whatever is not that simple (half a character, the end, a client that does not keep up) is
 declined, with nothing changed, and goes the general way (`Form.chunk`).
 
-Measured on one core at 4096 streams: see docs/measured.md.
+Measured (docs/measured.md): 1.4 to 2 us a token, before the kernel takes 6 us for the write.
 """
 
 from __future__ import annotations
