@@ -13,13 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import parser
 
 from tests.e2e.server_harness import Server as HarnessServer
 from tests.e2e.server_harness import make_settings, wait_until, write_byte_tokenizer
 from tests.e2e.server_harness import running as harness_running
 from tests.e2e.serving import Server, running
-
-parser = pytest.importorskip("prometheus_client.parser")
 
 FLAGS = ("--load-format", "dummy", "--device", "null", "--max-running-requests", "64", "--api-workers", "2")
 STEP_MS = 5

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import parser
 
 from phalanx.core.step import StepOutputs
 from phalanx.server import latencies as latencies_module
@@ -191,7 +192,6 @@ def test_a_file_of_something_else_is_replaced(tmp_path: Path) -> None:
 
 
 def test_text_is_what_the_client_library_reads() -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
     text = MetricsText({"model_name": 'a"b\\c\nd'})
     text.gauge("x:gauge", "A line\nand \\ more.", 0.25)
     text.counter("x:count_total", "Counts.", 2**40)

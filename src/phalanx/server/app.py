@@ -18,6 +18,7 @@ from phalanx.core.errors import RequestError
 from phalanx.server.access import Access, Headers
 from phalanx.server.errors import error_event
 from phalanx.server.openapi import describe
+from phalanx.server.page import PAGE_PATHS, add_page_routes
 from phalanx.server.response import Message, Receive, Response, Send, encode_json, read_body
 from phalanx.server.routes_generate import generate
 from phalanx.server.routes_manage import HEALTH_PATHS, build_router
@@ -82,7 +83,7 @@ class Application:
         headers = self._access.cors_headers(scope)
         try:
             self._access.check_origin(scope)
-            if path not in HEALTH_PATHS:
+            if path not in HEALTH_PATHS and path not in PAGE_PATHS:
                 self._access.check_key(scope)
         except RequestError as error:
             response = Response(send, headers)
@@ -179,7 +180,9 @@ def _build_fastapi(worker: ApiWorker) -> FastAPI:
         worker.close()
 
     app = FastAPI(title="Phalanx", lifespan=lifespan)
-    app.include_router(build_router(worker))
+    router = build_router(worker)
+    add_page_routes(router)
+    app.include_router(router)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_error)
