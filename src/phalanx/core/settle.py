@@ -119,13 +119,7 @@ class Settler:
 
     def check_prompt(self, input_ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The prompt as int32, or a RequestError: empty, not integers, outside the vocabulary, too long."""
-        num_ids = _length(input_ids)
-        if num_ids >= self.context_length:  # before the conversion: a list of millions would hold others up
-            raise RequestError(
-                f"the prompt has {num_ids} tokens; with a context length of {self.context_length} at most "
-                f"{self.context_length - 1} fit",
-                code="context_length_exceeded",
-            )
+        self.check_length(_length(input_ids))  # first: the conversion of millions would hold others up
         try:
             wide = np.asarray(input_ids)
         except ValueError:
@@ -141,6 +135,18 @@ class Settler:
                 f"token id {bad} is outside the vocabulary of {self.vocab_size} ids", param="input_ids"
             )
         return wide.astype(np.int32)
+
+    def check_length(self, num_ids: int, *, at_least: bool = False) -> None:
+        """Raise a RequestError for a prompt that leaves no room in the context.
+
+        at_least: the number is a lower bound.
+        """
+        if num_ids >= self.context_length:
+            raise RequestError(
+                f"the prompt has {'at least ' if at_least else ''}{num_ids} tokens; with a context length of "
+                f"{self.context_length} at most {self.context_length - 1} fit",
+                code="context_length_exceeded",
+            )
 
     def _check_logprobs(self, logprobs: LogprobParams | None, prompt_len: int) -> None:
         if logprobs is None:

@@ -152,7 +152,9 @@ def _add_text(router: APIRouter, worker: ApiWorker) -> None:
             )
         else:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
-            tokens = await encode_texts(worker, texts, add_special_tokens=body.add_special_tokens)
+            tokens = await encode_texts(
+                worker, texts, add_special_tokens=body.add_special_tokens, are_prompts=False
+            )
         many = isinstance(body.prompt, list)
         if isinstance(body.prompt, str):
             tokens = tokens[0]

@@ -61,12 +61,14 @@ async def _chat_ids(worker: ApiWorker, body: ChatBody, size_bytes: int) -> list[
             )
     if body.reasoning_effort is not None:
         kwargs = {"reasoning_effort": body.reasoning_effort, **kwargs}
-    return await worker.offload(
+    text = await worker.offload(
         size_bytes,
-        lambda: tokenizer.apply_chat_template(
+        lambda: tokenizer.render_chat(
             body.messages, add_generation_prompt=body.add_generation_prompt, **kwargs
         ),
     )
+    (ids,) = await encode_texts(worker, [text], add_special_tokens=False)  # the template writes them itself
+    return ids
 
 
 async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:

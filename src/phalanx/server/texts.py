@@ -21,18 +21,26 @@ _ITEM_BYTES = 16  # what an item costs however short it is
 
 
 async def encode_texts(
-    worker: ApiWorker, texts: Sequence[str], *, add_special_tokens: bool = True
+    worker: ApiWorker, texts: Sequence[str], *, add_special_tokens: bool = True, are_prompts: bool = True
 ) -> list[list[int]]:
     """The ids of each text.
 
+    are_prompts: refuse a text that does not fit the context, where it can be told even before tokenizing: big
+        texts share one thread.
+
     Raises:
-        RequestError: there is no tokenizer, or a text is no valid Unicode.
+        RequestError: there is no tokenizer, a text is no valid Unicode, or too long.
     """
     tokenizer = worker.require_tokenizer()
+    check_length = worker.settler.check_length if are_prompts else None
+    if are_prompts:
+        worker.settler.check_length(tokenizer.min_ids(max(texts, key=len, default="")), at_least=True)
     size = _size(texts)
     ids: list[list[int]] = []
     for part in _slices(texts):
-        encode = partial(tokenizer.encode_batch, part, add_special_tokens=add_special_tokens)
+        encode = partial(
+            tokenizer.encode_batch, part, add_special_tokens=add_special_tokens, check_length=check_length
+        )
         ids += await worker.offload(size, encode)
     return ids
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from phalanx.text.dummy_tokenizer import dummy_tokenizer
 from phalanx.text.gguf_tokenizer import gguf_tokenizer
 from phalanx.text.hf_tokenizer import hf_tokenizer
 from phalanx.text.parts import TokenizerParts
+from phalanx.text.token_bound import token_bound
 from phalanx.text.token_table import TokenTable, build_token_table
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Tokenizer:
         num_ids = max(self.vocab_size, self._size, max(added, default=-1) + 1)
         self.table: TokenTable | None = build_token_table(parts.backend, num_ids)
         self._num_ids = num_ids
+        self._bound = token_bound(parts.backend, self.table)
         self.chat_template = parts.chat_template if chat_template is None else chat_template
         self._template: ChatTemplate | None = None
         self._template_error = _NO_TEMPLATE
@@ -101,15 +103,32 @@ class Tokenizer:
         """
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of several texts, on all cores; releases the GIL meanwhile."""
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_length: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """`encode` of several texts, on all cores; releases the GIL meanwhile.
+
+        check_length: is shown the number of ids of each text, and may raise, before they become a list, which
+            holds the GIL for some 10 ms a million.
+        """
         if any(type(text) is not str for text in texts):  # the library would read a pair as two texts
             raise RequestError("a prompt to tokenize must be a string")
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:  # all that a str can have wrong
             raise RequestError("the text holds a lone surrogate, which is not valid Unicode") from None
+        if check_length is not None:
+            for encoding in encodings:
+                check_length(len(encoding))
         return [encoding.ids for encoding in encodings]
+
+    def min_ids(self, text: str) -> int:
+        """A number of ids that `text` has at least, told without tokenizing; 0 where nothing is known."""
+        return 0 if self._bound is None else self._bound.min_ids(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`: exactly what they say, no clean-up of spaces. Ids without a token add nothing.

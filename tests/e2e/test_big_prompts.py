@@ -1,0 +1,92 @@
+"""Prompts of megabytes: refused early where that can be, and a stream beside them goes on."""
+
+from __future__ import annotations
+
+import threading
+
+import httpx
+import msgspec
+import pytest
+
+from tests.e2e.server_harness import CONTEXT, make_settings, running, wait_until, write_byte_tokenizer
+
+BIG = "naïve text, and more of it; " * 110_000  # 3 MB
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = write_byte_tokenizer(tmp_path_factory.mktemp("tok"))
+    with running(tmp_path_factory.mktemp("run"), make_settings(folder)) as server:
+        yield server
+
+
+BODIES = [
+    ("/generate", {"text": BIG}),
+    ("/generate", {"text": ["short", BIG]}),
+    ("/v1/completions", {"prompt": BIG}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": BIG}]}),
+]
+
+
+def test_a_long_prompt_that_fits_arrives_whole(tmp_path):
+    """Longer than what is done in one go: its ids are converted in slices."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    settings = make_settings(write_byte_tokenizer(tmp_path))
+    scheduler = msgspec.structs.replace(settings.scheduler, context_length=10**6)
+    text = "é1" * 70_000
+    with running(run_dir, msgspec.structs.replace(settings, scheduler=scheduler)) as server:
+        for path, body in (
+            ("/generate", {"text": text}),
+            ("/v1/completions", {"prompt": text, "max_tokens": 1}),
+        ):
+            params = {"sampling_params": {"max_new_tokens": 1}}
+            assert httpx.post(server.url + path, json={**body, **params}, timeout=60).status_code == 200
+        assert [r.input_ids.tolist() for r in server.engine.seen] == [list(text.encode())] * 2
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=lambda x: str(x)[:30])
+def test_what_can_never_fit_is_refused_with_the_numbers(server, path, body):
+    reply = httpx.post(server.url + path, json=body, timeout=60)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert "at least" in error["message"] and str(CONTEXT) in error["message"]
+    assert server.engine.seen == []
+
+
+def test_what_just_does_not_fit_is_counted(server):
+    """Nearer to the limit the text is tokenized, and the number is exact."""
+    error = httpx.post(f"{server.url}/generate", json={"text": "é" * (CONTEXT // 2)}).json()["error"]
+    assert f"has {CONTEXT} tokens" in error["message"]
+    reply = httpx.post(f"{server.url}/generate", json={"text": "é" * (CONTEXT // 2 - 1) + "x"})
+    assert reply.json()["meta_info"]["completion_tokens"] == 1
+
+
+def test_a_stream_beside_it_goes_on(server):
+    """Tokens keep coming while megabytes are decoded, tokenized and answered."""
+    engine, num_events, stop = server.engine, 0, threading.Event()
+    engine.step_s = 0.001
+
+    def read() -> None:
+        nonlocal num_events
+        params = {"max_new_tokens": CONTEXT - 1, "ignore_eos": True}
+        while not stop.is_set():
+            ask = {"input_ids": [1], "stream": True, "sampling_params": params}
+            with httpx.stream("POST", f"{server.url}/generate", json=ask, timeout=60) as reply:
+                for _ in reply.iter_raw():
+                    num_events += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        wait_until(lambda: num_events > 10, "a running stream")
+        before = num_events
+        for _ in range(3):
+            reply = httpx.post(f"{server.url}/tokenize", json={"prompt": BIG}, timeout=60)
+            assert reply.json()["count"] == len(BIG.encode())
+        assert num_events - before > 20
+    finally:
+        stop.set()
+        reader.join(60)
+        engine.step_s = 0.0
+        engine.seen.clear()
