@@ -20,9 +20,8 @@ import torch
 from phalanx.attention.base import DecodePart, ForwardBatch
 from phalanx.attention.registry import create_attention
 from phalanx.config.groups import ModelConfig, RopeConfig
-from phalanx.kernels import store_kv
+from phalanx.kernels import add_rms_norm, rope, silu_mul
 from phalanx.kvcache.pool import KVPool
-from phalanx.layers.rope import apply_rope
 from phalanx.models.decoder import Decoder
 
 SMOLLM2 = ModelConfig(
@@ -40,6 +39,7 @@ SMOLLM2 = ModelConfig(
     tie_word_embeddings=True,
 )
 CPU = torch.device("cpu")
+BACKEND = "numba"
 
 
 def random_weights(config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -89,31 +89,26 @@ def parts(model: Decoder, batch: ForwardBatch, pool: KVPool) -> dict[str, Callab
     """Every part of a step by name, over all layers."""
     config = model.config
     n = batch.num_decode
-    attn = create_attention("torch_native", config)
+    attn = create_attention(BACKEND, config)
     state = attn.begin(batch, pool)
     x = torch.randn(n, config.hidden_size).to(model.dtype)
     inner = torch.randn(n, config.intermediate_size).to(model.dtype)
     heads = torch.randn(n, config.num_q_heads + 2 * config.num_kv_heads, config.head_dim).to(model.dtype)
     num_qk = config.num_q_heads + config.num_kv_heads
     q, k, v = heads[:, : config.num_q_heads], heads[:, config.num_q_heads : num_qk], heads[:, num_qk:]
-    cos, sin = model.rope.tables(batch.positions)
+    residual, gate_up = torch.zeros_like(x), torch.randn(n, 2 * config.intermediate_size).to(model.dtype)
     layers = model.layers
 
     def linears() -> None:
         for layer in layers:
             layer.attention.qkv(x)
-            layer.attention.out(x[:, : config.q_size], add=x)
+            layer.attention.out(x[:, : config.q_size])
             layer.mlp.gate_up(x)
-            layer.mlp.down(inner, add=x)
+            layer.mlp.down(inner)
 
-    def mlp() -> None:
-        for layer in layers:
-            layer.mlp(x, x)
-
-    def mlp_linears() -> None:
-        for layer in layers:
-            layer.mlp.gate_up(x)
-            layer.mlp.down(inner, add=x)
+    def silu() -> None:
+        for _ in layers:
+            silu_mul(gate_up)
 
     def attention() -> None:
         for index in range(config.num_layers):
@@ -121,28 +116,30 @@ def parts(model: Decoder, batch: ForwardBatch, pool: KVPool) -> dict[str, Callab
 
     def norms() -> None:
         for layer in layers:
-            layer.input_norm(x)
-            layer.post_norm(x)
+            add_rms_norm(x, residual, layer.input_norm.weight, layer.input_norm.eps)
+            add_rms_norm(x, residual, layer.post_norm.weight, layer.post_norm.eps)
 
-    def rope() -> None:
-        for _ in layers:
-            apply_rope(heads[:, :num_qk], cos, sin)
-
-    def store() -> None:
+    def rope_and_store() -> None:
         for index in range(config.num_layers):
-            store_kv(k, v, pool.k[index], pool.v[index], batch.slot_mapping)
+            rope(
+                q,
+                k,
+                batch.positions,
+                model.rope.cache,
+                v=v,
+                k_pool=pool.k[index],
+                v_pool=pool.v[index],
+                slot_mapping=batch.slot_mapping,
+            )
 
     return {
         "linears": linears,
         "head": lambda: model.logits(x),
         "attention": attention,
         "norms": norms,
-        "rope": rope,
-        "store_kv": store,
-        "mlp": mlp,
-        "mlp_linears": mlp_linears,
+        "rope_store": rope_and_store,
+        "silu": silu,
         "begin": lambda: attn.begin(batch, pool),
-        "tables": lambda: model.rope.tables(batch.positions),
     }
 
 
@@ -197,7 +194,7 @@ def our_tokens_per_s(
     pool = KVPool(
         model.config, num_pages=n * (table.shape[1] // 16) + 1, page_size=16, dtype=model.dtype, device=CPU
     )
-    attn = create_attention("torch_native", model.config)
+    attn = create_attention(BACKEND, model.config)
     start = clock()
     row = torch.arange(1, n + 1)
     token_row = torch.repeat_interleave(row, torch.tensor(prompts))
@@ -261,13 +258,13 @@ def main() -> None:
     pool = KVPool(SMOLLM2, num_pages=num_pages, page_size=page_size, dtype=dtype, device=CPU)
     for tensor in pool.k + pool.v:
         tensor.normal_()
-    attn = create_attention("torch_native", SMOLLM2)
+    attn = create_attention(BACKEND, SMOLLM2)
     with torch.inference_mode():
         report = {
             "step": best_ms(lambda: model.logits(model.forward(batch, pool, attn)), args.repeats, clock)
         }
         report |= {name: best_ms(run, args.repeats, clock) for name, run in parts(model, batch, pool).items()}
-        parts_sum = sum(report[k] for k in ("linears", "head", "attention", "norms", "rope", "store_kv"))
+        parts_sum = sum(report[k] for k in ("linears", "head", "attention", "norms", "rope_store", "silu"))
         report["rest"] = report["step"] - parts_sum
         for name, ms in report.items():
             print(f"{name:12} {ms:8.2f} ms  {100 * ms / report['step']:5.1f} %")
