@@ -11,7 +11,7 @@ import gc
 import time
 
 _IDLE_S = 1.0
-_AT_LEAST_EVERY_S = 300.0  # never idle: one pause now and then is better than growing for days
+_AT_LEAST_EVERY_S = 900.0  # never idle: one pause now and then is better than growing for days
 
 
 def settle_heap() -> None:
