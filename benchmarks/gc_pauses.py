@@ -4,8 +4,8 @@
 
 A real API worker process with real sockets and the null engine in its own process, once with Python's
 defaults (collections whenever enough objects were made, nothing frozen), once as served ("tuned"), and once
-with the collection that a process without idle time gets every 15 minutes every 5 seconds ("busy"). Every stream
-is a streaming /generate of 64 tokens; a finished one is followed by the next on the same connection.
+with the collection that a process without idle time gets every 15 minutes every 5 seconds ("busy"). Every
+stream is a streaming /generate of 64 tokens; a finished one is followed by the next on the same connection.
 """
 
 from __future__ import annotations
