@@ -310,6 +310,27 @@ def _status(sock: socket.socket) -> int | None:
     return int(answer.split(b" ", 2)[1]) if answer else None
 
 
+def test_a_run_directory_that_no_socket_fits_in_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 90)
+    folder.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx.launch_server",
+        "--model",
+        MODEL,
+        "--port",
+        str(free_port()),
+        *FLAGS,
+    ]
+    env = {**os.environ, "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("phalanx: error: ")]
+    assert len(errors) == 1 and "too long for a socket" in errors[0]
+    assert list(folder.iterdir()) == []
+
+
 def test_port_in_use_is_refused_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

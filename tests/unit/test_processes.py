@@ -115,6 +115,12 @@ def test_run_directory_is_private_and_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_run_directory_that_cannot_be_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"run directory in .*/missing: No such file"):
+        with run_directory(tmp_path / "missing"):
+            pass
+
+
 def test_what_a_killed_launcher_left_is_removed_at_the_next_start(tmp_path):
     code = (
         "import sys, time\nfrom pathlib import Path\n"

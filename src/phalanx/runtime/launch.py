@@ -225,5 +225,9 @@ def serve(args: argparse.Namespace) -> int:
     logger.info("listening on %s:%d; loading %s", *listener.getsockname()[:2], settings.source.path)
     for line in settings.choices:
         logger.info("%s", line)
-    with run_directory() as run_dir:
-        return Launcher(settings, listener, run_dir).run()
+    try:
+        with run_directory() as run_dir:
+            return Launcher(settings, listener, run_dir).run()
+    except ConfigError as error:  # the directory's path is too long for a socket, or it cannot be made
+        print(f"phalanx: error: {error}", file=sys.stderr)
+        return 2

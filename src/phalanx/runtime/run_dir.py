@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx.core.errors import ConfigError
+
 _PREFIX, _UNFINISHED = "phalanx-run-", ".phalanx-run-"
 
 
@@ -22,10 +24,16 @@ def run_directory(parent: Path | None = None) -> Iterator[Path]:
 
     Args:
         parent: where; the system's folder for temporary files by default.
+
+    Raises:
+        ConfigError: it cannot be made there.
     """
     parent = Path(tempfile.gettempdir() if parent is None else parent)
     remove_stale(parent)
-    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
+    try:
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=parent))
+    except OSError as error:
+        raise ConfigError(f"cannot make a run directory in {parent}: {error.strerror}") from error
     lock = os.open(unfinished, os.O_RDONLY)  # not inherited by children
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
