@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from prometheus_client import parser
 
 from tests.e2e.server_harness import Server as HarnessServer
@@ -22,6 +25,7 @@ from tests.e2e.serving import Server, running
 
 FLAGS = ("--load-format", "dummy", "--device", "null", "--max-running-requests", "64", "--api-workers", "2")
 STEP_MS = 5
+ROOT = Path(__file__).parents[2]
 MODEL = "tiny-llama"
 Sample = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -265,6 +269,51 @@ def test_every_family_has_a_type_and_a_text(clients: list[httpx.Client]) -> None
         assert family.documentation.endswith("."), name
         assert name.startswith(("sglang:", "phalanx:")), name
         assert all(s.labels["model_name"] == MODEL for s in family.samples), name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "deploy/grafana/phalanx.json",
+        "deploy/prometheus-alerts.yml",
+        "docs/metrics.md",
+        "src/phalanx/top_figures.py",
+        "src/phalanx/server/static/page.js",
+    ],
+)
+def test_what_is_named_exists(clients: list[httpx.Client], path: str) -> None:
+    text = (ROOT / path).read_text()
+    named = set(re.findall(r"(?:sglang|phalanx):[a-z][a-z0-9_]*", text))
+    metrics = metrics_of(clients[0])
+    families = {f"{f.name}_total" if f.type == "counter" else f.name for f in metrics.families.values()}
+    known = families | {name for name, _ in metrics.samples}
+    assert len(named) > 5 and named <= known, named - known
+    if path.endswith(".md"):
+        rows = set(re.findall(r"^\| `([a-z0-9:_]+)` \| (gauge|counter|histogram) \|", text, re.MULTILINE))
+        assert rows == {(name, metrics.families[name.removesuffix("_total")].type) for name in families}
+
+
+def test_the_board_is_complete_and_the_configuration_is_yaml() -> None:
+    board = json.loads((ROOT / "deploy/grafana/phalanx.json").read_text())
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    used = set()
+    taken = set()
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            assert target["expr"].count("(") == target["expr"].count(")") and target["expr"].count("{") > 0
+            used |= set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
+        taken |= cells
+    assert used <= variables
+    config = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text())
+    assert [job["job_name"] for job in config["scrape_configs"]] == ["phalanx"]
+    (rules,) = config["rule_files"]
+    alerts = yaml.safe_load((ROOT / "deploy" / rules).read_text())
+    assert all(rule["expr"] and rule["annotations"]["summary"] for rule in alerts["groups"][0]["rules"])
 
 
 def top(server: Server, *flags: str) -> list[str]:
