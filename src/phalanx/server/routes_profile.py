@@ -17,6 +17,7 @@ from phalanx.server.state import ApiWorker
 _UNSUPPORTED = ("profile_by_stage", "profile_stages", "merge_profiles")
 # A trace is written between steps and may take long; the engine's death ends the wait at once.
 _TIMEOUT_S = 3600.0
+_MAX_STEP = 2**53
 
 
 class ProfileBody(msgspec.Struct, kw_only=True):
@@ -51,6 +52,7 @@ def add_profile_routes(router: APIRouter, worker: ApiWorker) -> None:
         raw = await read_body(request.receive, worker.settings.server.max_body_bytes)
         body = decode_json(_decoder, raw) if raw else ProfileBody()
         refuse_unsupported(body, _UNSUPPORTED)
+        _check_steps(body)
         args = {name: value for name, value in msgspec.structs.asdict(body).items() if value is not None}
         _check(await worker.engine.control("start_profile", args, _TIMEOUT_S))
         return PlainTextResponse("Start profiling.\n")
@@ -60,6 +62,16 @@ def add_profile_routes(router: APIRouter, worker: ApiWorker) -> None:
     async def stop_profile() -> PlainTextResponse:
         _check(await worker.engine.control("stop_profile", {}, _TIMEOUT_S))
         return PlainTextResponse("Stop profiling. The trace is written.\n")
+
+
+def _check_steps(body: ProfileBody) -> None:
+    """Numbers that no message to the engine could hold are no numbers of steps."""
+    for name in ("num_steps", "start_step"):
+        value = getattr(body, name)
+        if value is not None and not 0 <= value < _MAX_STEP:
+            raise RequestError(
+                f"{name} must be in [0, {_MAX_STEP}), got {value}", param=name, code="invalid_value"
+            )
 
 
 def _check(reply: ControlReply) -> None:
