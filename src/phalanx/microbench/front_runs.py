@@ -216,6 +216,6 @@ def gap_of(case: BigPrompt, server: NullServer, timeout_s: float) -> Figures:
         wall_s=wall_s,
         worker_share=worker_s / wall_s,
         engine_share=engine_s / wall_s,
-        max_gap_ms=max(gap for at, gap in gaps if at > sent_s),
-        quiet_gap_ms=max(gap for at, gap in gaps if at <= sent_s),
+        max_gap_ms=max((gap for at, gap in gaps if at > sent_s), default=0.0),
+        quiet_gap_ms=max((gap for at, gap in gaps if at <= sent_s), default=0.0),
     )
