@@ -113,10 +113,27 @@ def test_hello_is_answered_with_the_facts():
     with running() as one:
         a, b = one.sides
         b.send(Control(5, "hello"))
-        b.wait(lambda: b.ready and 5 in b.replies)
-        assert b.ready[0]["max_request_tokens"] == CONTEXT and b.ready[0]["started_at_s"] <= time.time()
+        b.wait(lambda: 5 in b.replies)
+        assert b.ask(6, "ping").ok and not b.ready  # not before all the first workers are there
+        a.send(Control(0, "hello"))
+        for side in (a, b):
+            side.wait(lambda side=side: side.ready)
+            assert side.ready[0]["max_request_tokens"] == CONTEXT
+            assert side.ready[0]["started_at_s"] <= time.time()
+        b.send(Control(7, "hello"))
+        b.wait(lambda: len(b.ready) == 2)
         a.pump()
-        assert not a.ready
+        assert len(a.ready) == 1
+
+
+def test_a_worker_that_dies_before_its_hello_is_not_waited_for():
+    with running() as one:
+        _, b = one.sides
+        b.send(Control(5, "hello"))
+        b.wait(lambda: 5 in b.replies)
+        assert not b.ready
+        b.send(Control(0, "worker_ended", {"worker": 0}))
+        b.wait(lambda: b.ready)
 
 
 def test_a_name_in_use_is_refused_whichever_worker_has_it_and_free_again_afterwards():

@@ -55,6 +55,8 @@ class EngineLoop:
         self._progress = ProgressLog()
         self._rids = RidRegistry()
         self._paused = False
+        self._awaited = set(range(settings.server.api_workers))
+        self._greeted: list[int] = []
         self._num_lost = 0  # sequences that ended with their API worker
         self._profiler = StepProfiler(settings.engine.device)
         self._collector = IdleCollector()
@@ -132,11 +134,25 @@ class EngineLoop:
             logger.warning("API worker %d has ended: aborting its %d sequences", ended, len(streams))
             self._num_lost += len(streams)
             self._abort(streams)
+            self._greet(ended)
             return
         if message.op == "hello":
-            self._channel.send(worker_id, EngineReady(info=self._info))
+            self._greet(worker_id)
         ok, data = self._control(message)
         self._channel.send(worker_id, ControlReply(id=message.id, ok=ok, data=data))
+
+    def _greet(self, worker_id: int) -> None:
+        """Tell a worker that the engine is ready; all of the first ones at once, when the last is there.
+
+        Else the server would be ready on a connection that one worker took, and loading on the next one.
+        """
+        self._greeted.append(worker_id)
+        self._awaited.discard(worker_id)
+        if self._awaited:
+            return
+        for greeted in self._greeted:
+            self._channel.send(greeted, EngineReady(info=self._info))
+        self._greeted.clear()
 
     def _control(self, message: Control) -> tuple[bool, dict[str, Any]]:
         op = message.op
