@@ -65,7 +65,8 @@ def chat_event(delta: dict, usage: dict | None = None) -> bytes:
 
 
 def json_reply(value: object, status: int = 200) -> Reply:
-    return Reply([Step(0, json.dumps(value).encode())], status=status, framing="length")
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return Reply([Step(0, body)], status=status, framing="length")
 
 
 def steady(num_tokens: int, interval_ms: float, first_ms: float | None = None) -> Reply:
@@ -96,7 +97,8 @@ class Server:
     held: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
     next_hold: int = sys.maxsize
     gauges: tuple[int, int] | None = None
-    info: dict = field(default_factory=lambda: {"version": "fake", "internal_states": [{}]})
+    info: dict | bytes = field(default_factory=lambda: {"version": "fake", "internal_states": [{}]})
+    models: object = field(default_factory=lambda: {"data": [{"id": "fake-model"}]})
     answered: list[tuple[float, float]] = field(default_factory=list)
     num_open: int = 0
     num_accepted: int = 0
@@ -141,7 +143,7 @@ class _Connection(asyncio.Protocol):
     def _answer(self, method: str, path: str, head: bytes, body: bytes) -> None:
         server = self._server
         if path == "/v1/models":
-            return self._start(json_reply({"data": [{"id": "fake-model"}]}))
+            return self._start(json_reply(server.models))
         if path == "/server_info":
             return self._start(json_reply(server.info))
         if path == "/metrics" and server.gauges is not None:

@@ -507,7 +507,9 @@ def test_b59_the_printed_figures_are_possible(tmp_path: Path) -> None:
     )
     check_possible(metrics)
     assert metrics.ttft.max <= metrics.e2e.max  # type: ignore[operator]
-    assert metrics.itl.count == 50 * 4
+    # All tokens but those that came with the first read: on a busy machine that may hold more than one.
+    assert metrics.total_output == 50 * 5
+    assert metrics.itl.count == sum(int((o.event_times > o.event_times[0]).sum()) for o in outcomes)
 
 
 def test_a_server_that_wants_a_key_is_not_waited_for(

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -293,14 +294,35 @@ def test_what_comes_in_one_piece_has_no_tpot(pieces: list[tuple[float, bytes]]) 
         record((10, native("a", 1)), (30, native("a b", 2) + DONE), index=1), Flavor.NATIVE, True
     )
     one = parse_record(record((10, native("a", 1) + DONE), index=2), Flavor.NATIVE, True)
-    metrics = figures(whole, paced, one, goodput_slos_ms={"tpot": 50.0})
+    metrics = figures(whole, paced, one, goodput_slos_ms={"tpot": 14.0})
     assert whole.ttft == pytest.approx(0.040)
     assert (metrics.tpot.count, metrics.tpot.min) == (1, pytest.approx(20.0))
     assert (metrics.unmeasured["tpot"], metrics.num_in_one_piece) == (2, 1)
     assert (metrics.unmeasured["ttft"], metrics.total_output) == (0, 7)
-    # A target that nobody measured is not met; one token has no TPOT to miss.
+    assert (metrics.unmeasured["itl"], metrics.itl.count, metrics.itl.min) == (2, 1, pytest.approx(20.0))
+    # Three tokens within the 41 ms of the whole are at most 13.7 ms each; one token has no TPOT to miss.
     assert metrics.goodput is not None
     assert metrics.goodput.attainment == pytest.approx(2 / 3)
+    strict = figures(whole, paced, one, goodput_slos_ms={"tpot": 13.0}).goodput
+    assert strict is not None
+    assert strict.attainment == pytest.approx(1 / 3)
+
+
+def test_chunks_of_one_read_share_the_gap_before_them() -> None:
+    """Ten milliseconds for three tokens are no gaps of 10, 0 and 0: the reads were 10 ms apart, no more."""
+    three = native("a b", 2) + native("a b c", 3) + native("a b c d", 4)
+    outcome = parse_record(record((5, native("a", 1)), (15, three), (25, DONE)), Flavor.NATIVE, True)
+    metrics = figures(outcome)
+    assert (metrics.itl.count, metrics.itl.mean) == (3, pytest.approx(10 / 3))
+    assert (metrics.itl.min, metrics.itl.max) == (pytest.approx(10 / 3), pytest.approx(10 / 3))
+    assert metrics.tpot.mean == pytest.approx(20 / 3)
+    # Nothing is known of the tokens that came with the first.
+    first = parse_record(
+        record((5, native("a", 1) + native("a b", 2)), (15, native("a b c", 3) + DONE)), Flavor.NATIVE, True
+    )
+    metrics = figures(first)
+    assert (metrics.itl.count, metrics.itl.mean, metrics.total_output) == (1, pytest.approx(10.0), 3)
+    assert metrics.timeline.token_counts.sum() == 3
 
 
 # ---- B56: failures
@@ -440,7 +462,7 @@ def test_whatever_a_server_sends_becomes_an_outcome(
 def test_all_failed_gives_no_figures_and_no_division() -> None:
     failed = parse_record(record(status=500), Flavor.NATIVE, True)
     metrics = figures(failed, failed, duration_s=0.0)
-    assert metrics.failures == {"HTTP 500:": 2}
+    assert metrics.failures == {"HTTP 500": 2}
     assert (metrics.e2e.mean, metrics.concurrency, metrics.rate(5), metrics.peak_concurrent_requests) == (
         None,
         0.0,
@@ -509,7 +531,12 @@ def test_any_run_passes_its_own_check_and_matches_plain_loops(
         outcomes.append(made if ok else Outcome(index, start, start, failure="no"))
     metrics = figures(*outcomes)
     check_possible(metrics)
-    expected = [gap for _, gaps, ok in streams if ok for gap in gaps[1:]]
+    expected: list[float] = []
+    for start, gaps, ok in streams:
+        # Tokens of one instant share the gap before them; those of the first have none.
+        came = Counter(start + ms / 1e3 for ms in np.cumsum(gaps).tolist()) if ok else Counter()
+        for before, instant in itertools.pairwise(sorted(came)):
+            expected += [(instant - before) * 1e3 / came[instant]] * came[instant]
     assert metrics.itl.count == len(expected)
     if expected:
         assert metrics.itl.mean == pytest.approx(float(np.mean(expected)), abs=1e-3)

@@ -37,7 +37,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     add("--model", help="model name or folder; default: the first of /v1/models")
     add("--served-model-name", help="name to send in requests when it differs from --model")
     add("--tokenizer", help="tokenizer name, folder or file; default: --model")
-    add("--header", nargs="+", metavar="KEY=VALUE", type=_header, help="extra HTTP headers")
+    add("--header", action="extend", nargs="+", metavar="KEY=VALUE", type=_header, help="extra HTTP headers")
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
@@ -129,7 +129,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--output-file", help="JSONL file to append to; default: {backend}_{MMDD}_{num_prompts}_...jsonl")
     add("--output-details", action="store_true", help="add per-request lists to the JSON line")
-    add("--goodput", nargs="+", metavar="KEY:MS", type=slo, help="SLOs; KEY in ttft, tpot, e2el")
+    add(
+        "--goodput",
+        action="extend",
+        nargs="+",
+        metavar="KEY:MS",
+        type=slo,
+        help="SLOs; KEY in ttft, tpot, e2el",
+    )
     add(
         "--disable-tqdm",
         action="store_true",

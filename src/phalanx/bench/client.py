@@ -59,6 +59,7 @@ class ProcessLoad:
         num_pieces: pieces in which bodies arrived.
         num_bytes: bytes of bodies.
         num_parsed_early: answers parsed during the run, since the raw bytes passed the limit.
+        num_resent: requests sent a second time, since the server had closed the kept-alive connection.
     """
 
     num_requests: int
@@ -68,6 +69,7 @@ class ProcessLoad:
     num_pieces: int
     num_bytes: int
     num_parsed_early: int
+    num_resent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,14 @@ def run_job(
         on_finished=count_and_maybe_parse,
     )
     spent = ProcessLoad(
-        len(job.requests), load.cpu_s, load.ticks, load.num_connections, num_pieces, num_bytes, len(early)
+        len(job.requests),
+        load.cpu_s,
+        load.ticks,
+        load.num_connections,
+        num_pieces,
+        num_bytes,
+        len(early),
+        sum(record.resent for record in load.records),
     )
     return _understood(job, load, early, spent)
 

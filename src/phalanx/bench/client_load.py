@@ -21,6 +21,7 @@ class ProcessFigures:
 
     Attributes:
         num_requests, num_connections, num_pieces, num_bytes: what it sent and received.
+        num_resent: requests sent again on a new connection.
         cpu_s: CPU seconds in the run.
         cpu_share: CPU seconds per second in the window that was judged; None when it had no ticks there.
         lag_p50_ms, lag_p99_ms, lag_max_ms: event-loop lag in the whole run, None without ticks.
@@ -31,6 +32,7 @@ class ProcessFigures:
     num_connections: int
     num_pieces: int
     num_bytes: int
+    num_resent: int
     cpu_s: float
     cpu_share: float | None
     lag_p50_ms: float | None
@@ -60,6 +62,11 @@ class ClientLoad:
     def num_connections(self) -> int:
         """Connections opened by all processes."""
         return sum(process.num_connections for process in self.processes)
+
+    @property
+    def num_resent(self) -> int:
+        """Requests that all processes sent again, since the server had closed the kept-alive connection."""
+        return sum(process.num_resent for process in self.processes)
 
     def worst(self, name: str) -> float | None:
         """Return the largest value of a field over the processes, None where none has it."""
@@ -99,6 +106,7 @@ def _figures(process: ProcessLoad, window: tuple[float, float]) -> ProcessFigure
         process.num_connections,
         process.num_pieces,
         process.num_bytes,
+        process.num_resent,
         process.cpu_s,
         share,
         _percentile_ms(lags, 50),

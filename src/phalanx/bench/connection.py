@@ -14,6 +14,10 @@ from typing import cast
 
 import httptools
 
+# A close that crossed our request on its way is seen within a round trip (and the lag of a busy event loop).
+# Later, the server had the request and dropped it: sending it again would hide that.
+_STALE_S = 1.0
+
 
 @dataclass(slots=True)
 class RawRecord:
@@ -30,6 +34,8 @@ class RawRecord:
         pieces: the body pieces, transfer coding removed.
         failure: cause of a transport failure, or None when a whole response arrived.
         wait_for_slot: seconds spent waiting for --max-concurrency.
+        resent: whether it was sent a second time, since the first kept-alive connection was closed by then.
+        encoding, location: headers Content-Encoding and Location, "" when absent.
     """
 
     index: int
@@ -42,6 +48,9 @@ class RawRecord:
     pieces: list[bytes] = field(default_factory=list)
     failure: str | None = None
     wait_for_slot: float = 0.0
+    resent: bool = False
+    encoding: str = ""
+    location: str = ""
 
 
 class StaleConnection(Exception):
@@ -112,9 +121,11 @@ class ClientConnection(asyncio.Protocol):
         self._got_bytes = True
         try:
             self._parser.feed_data(data)  # type: ignore[union-attr]
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._record is not None:
-                self._fail(f"malformed HTTP response: {error}", may_retry=False)
+                upgrade = isinstance(error, httptools.HttpParserUpgrade)
+                what = "protocol upgrade" if upgrade else str(error)
+                self._fail(f"malformed HTTP response: {what}", may_retry=False)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -134,9 +145,14 @@ class ClientConnection(asyncio.Protocol):
     # httptools' calls
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Learn whether the body has an end of its own."""
-        if name.lower() in (b"content-length", b"transfer-encoding"):
+        """Learn whether the body has an end of its own, and what makes it unreadable."""
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
             self._ends_at_close = False
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            self._record.encoding = value.decode("latin-1")  # type: ignore[union-attr]
+        elif name == b"location":
+            self._record.location = value.decode("latin-1")  # type: ignore[union-attr]
 
     def on_headers_complete(self) -> None:
         """Note the status."""
@@ -166,8 +182,10 @@ class ClientConnection(asyncio.Protocol):
     def _fail(self, cause: str, may_retry: bool = True) -> None:
         record, done = self._record, self._done
         self._record = self._done = None
-        stale = may_retry and self._num_served > 0 and not self._got_bytes
-        record.end, record.failure = time.perf_counter(), cause  # type: ignore[union-attr]
+        now = time.perf_counter()
+        waited = now - record.sent if record.sent is not None else 0.0  # type: ignore[union-attr]
+        stale = may_retry and self._num_served > 0 and not self._got_bytes and waited < _STALE_S
+        record.end, record.failure = now, cause  # type: ignore[union-attr]
         if not done.done():  # type: ignore[union-attr]
             if stale:
                 done.set_exception(StaleConnection())  # type: ignore[union-attr]

@@ -10,32 +10,37 @@ from typing import Annotated, Any
 
 import msgspec
 
+# Finish reasons of the OpenAI routes (SGLang's, vLLM's) with which the server gave the request up.
+_GIVEN_UP = frozenset((b'"abort"', b'"error"'))
 # JSON values that mean "nothing" wherever they stand.
 _EMPTY = frozenset((b"", b"null", b"false", b"0", b'""', b"{}", b"[]"))
-Count = Annotated[int, msgspec.Meta(ge=0)]
+# Larger than any answer and any context. A count beyond is an error of the server, and would not fit into the
+# arrays that hold a number for each output token.
+OutputCount = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+PromptCount = Annotated[int, msgspec.Meta(ge=0, le=100_000_000)]
 Raw = msgspec.Raw
 
 
 class NativeMeta(msgspec.Struct, frozen=True, gc=False):
     """`meta_info`: counts so far, and why generation ended."""
 
-    completion_tokens: Count | None = None
-    prompt_tokens: Count | None = None
-    cached_tokens: Count | None = None
+    completion_tokens: OutputCount | None = None
+    prompt_tokens: PromptCount | None = None
+    cached_tokens: PromptCount | None = None
     finish_reason: Raw = Raw(b"")
 
 
 class PromptDetails(msgspec.Struct, frozen=True, gc=False):
     """`usage.prompt_tokens_details`."""
 
-    cached_tokens: Count | None = None
+    cached_tokens: PromptCount | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
     """`usage` of the OpenAI routes."""
 
-    completion_tokens: Count | None = None
-    prompt_tokens: Count | None = None
+    completion_tokens: OutputCount | None = None
+    prompt_tokens: PromptCount | None = None
     prompt_tokens_details: PromptDetails | None = None
 
 
@@ -48,11 +53,15 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """One choice: `text` of a completion, `delta` of a chat stream, `message` of a whole chat answer."""
+    """One choice: `text` of a completion, `delta` of a chat stream, `message` of a whole chat answer.
+
+    `finish_reason` says why generation ended.
+    """
 
     text: str | None = None
     delta: Delta | None = None
     message: Delta | None = None
+    finish_reason: Raw = Raw(b"")
 
 
 class NativeEvent(msgspec.Struct, frozen=True, gc=False):
@@ -96,6 +105,12 @@ def abort_message(meta: NativeMeta | None) -> str | None:
     if not isinstance(reason, dict) or reason.get("type") != "abort":
         return None
     return str(reason.get("message") or "no reason given")
+
+
+def given_up(choice: Choice) -> str | None:
+    """Return the finish reason of a request that the server gave up, else None."""
+    reason = bytes(choice.finish_reason)
+    return reason.decode().strip('"') if reason in _GIVEN_UP else None
 
 
 def num_ids(ids: Raw) -> int | None:

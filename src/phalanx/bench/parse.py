@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import orjson
 
 from phalanx.bench.backends import Flavor
 from phalanx.bench.connection import RawRecord
@@ -18,13 +17,13 @@ from phalanx.bench.events import (
     abort_message,
     decode_native,
     decode_openai,
+    given_up,
     is_error,
     num_ids,
     says,
 )
+from phalanx.bench.failures import error_text, shorten, status_text
 from phalanx.bench.sse import parse_events
-
-_CAUSE_CHARS = 120
 
 
 class _Bad(Exception):
@@ -124,16 +123,22 @@ def parse_record(record: RawRecord, flavor: Flavor, stream: bool) -> Outcome:
                 _read_stream(record, flavor)
             raise _Bad(record.failure)
         if record.status != 200:
-            raise _Bad(f"HTTP {record.status}: {_error_text(b''.join(record.pieces))}")
+            raise _Bad(status_text(record))
+        if record.encoding:
+            raise _Bad(f"the answer is compressed ({record.encoding}), which was not asked for")
         if stream:
-            _fill_from_stream(outcome, _finished(*_read_stream(record, flavor), flavor), flavor)
+            events, done = _read_stream(record, flavor)
+            if not done:
+                raise _Bad(_without_end(record, events))
+            _require_known(events, flavor, "event")
+            _fill_from_stream(outcome, events, flavor)
         else:
             _fill_from_body(outcome, b"".join(record.pieces), flavor)
     except _Bad as bad:
-        outcome = Outcome(record.index, record.start, record.end, failure=_shorten(str(bad)))
+        outcome = Outcome(record.index, record.start, record.end, failure=shorten(str(bad)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = f"malformed {'event' if stream else 'answer'}: {error}"
-        outcome = Outcome(record.index, record.start, record.end, failure=_shorten(what))
+        outcome = Outcome(record.index, record.start, record.end, failure=shorten(what))
     return outcome
 
 
@@ -149,7 +154,7 @@ def _read_stream(record: RawRecord, flavor: Flavor) -> tuple[_Stream, bool]:
         if event.data == b"[DONE]":
             return stream, True
         if event.name == "error":
-            raise _Bad(f"error event: {_error_text(event.data)}")
+            raise _Bad(f"error event: {error_text(event.data)}")
         try:
             _read(stream, event.time, event.data, flavor, "event")
         except msgspec.DecodeError:
@@ -160,11 +165,11 @@ def _read_stream(record: RawRecord, flavor: Flavor) -> tuple[_Stream, bool]:
     return stream, False
 
 
-def _finished(stream: _Stream, done: bool, flavor: Flavor) -> _Stream:
-    if not done:
-        raise _Bad("stream ended without [DONE]")
-    _require_known(stream, flavor, "event")
-    return stream
+def _without_end(record: RawRecord, stream: _Stream) -> str:
+    """Say what is wrong with a 200 answer that has no [DONE]; one that is no stream at all is shown."""
+    if stream.num_events or not (body := error_text(b"".join(record.pieces))):
+        return "stream ended without [DONE]"
+    return f"answer without events: {body}"
 
 
 def _require_known(stream: _Stream, flavor: Flavor, what: str) -> None:
@@ -184,7 +189,7 @@ def _read(stream: _Stream, time: float, data: bytes, flavor: Flavor, what: str) 
     event: NativeEvent | OpenAiEvent
     event = decode_native(data) if flavor is Flavor.NATIVE else decode_openai(data)
     if is_error(event):
-        raise _Bad(f"error {what}: {_error_text(data)}")
+        raise _Bad(f"error {what}: {error_text(data)}")
     stream.num_events += 1
     if isinstance(event, NativeEvent):
         stream.num_known += event.text is not None or event.meta_info is not None or says(event.output_ids)
@@ -224,6 +229,8 @@ def _read_openai(stream: _Stream, time: float, event: OpenAiEvent) -> None:
         count = _note_counts(stream, usage.completion_tokens, usage.prompt_tokens, cached)
     if event.choices:
         choice = event.choices[0]
+        if (reason := given_up(choice)) is not None:
+            raise _Bad(f"given up by the server: finish_reason {reason}")
         said = choice.delta or choice.message
         text = choice.text or ""
         if said is not None:
@@ -306,22 +313,3 @@ def _fill_counts(outcome: Outcome, stream: _Stream) -> None:
     outcome.num_output_tokens = stream.total
     outcome.num_prompt_tokens = stream.num_prompt_tokens
     outcome.num_cached_tokens = stream.num_cached_tokens
-
-
-def _error_text(body: bytes) -> str:
-    """Return the message of an error body in the usual shapes, or its first characters."""
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode("utf-8", "replace").strip()
-    error = data.get("error", data) if isinstance(data, dict) else data
-    if isinstance(error, dict):
-        for key in ("message", "detail", "type", "code"):
-            if error.get(key):
-                return str(error[key])
-    return str(error)
-
-
-def _shorten(cause: str) -> str:
-    cause = " ".join(cause.split())
-    return cause if len(cause) <= _CAUSE_CHARS else cause[: _CAUSE_CHARS - 3] + "..."

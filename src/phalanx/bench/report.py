@@ -188,4 +188,5 @@ def _own_fields(m: Metrics, client: ClientLoad) -> dict[str, Any]:
         "client_bottleneck": client.bottleneck,
         "client_processes": [asdict(process) for process in client.processes],
         "connections_opened": client.num_connections,
+        "requests_sent_again": client.num_resent,
     }

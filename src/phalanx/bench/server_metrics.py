@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -18,14 +19,18 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
 
 
 def read_gauges(text: str) -> tuple[float, float] | None:
-    """Return (running, queued) of a Prometheus page, summed over its labels; None where a name is missing."""
+    """Return (running, queued) of a Prometheus page, summed over its labels; None where one is no number."""
     totals: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         if name in _RUNNING or name in _QUEUED:
-            totals[name] = totals.get(name, 0.0) + float(value)
+            try:
+                totals[name] = totals.get(name, 0.0) + float(value)
+            except ValueError:
+                return None
     running = [totals[name] for name in _RUNNING if name in totals]
     queued = [totals[name] for name in _QUEUED if name in totals]
-    return (running[0], queued[0]) if running and queued else None
+    found = (running[0], queued[0]) if running and queued else None
+    return found if found is not None and all(map(math.isfinite, found)) else None
 
 
 class MetricsSampler:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from typing import Any
+
+import orjson
 
 from phalanx.bench.backends import BACKENDS, Flavor
 from phalanx.bench.errors import BenchError
@@ -41,12 +42,15 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         BenchError: exit code 2, naming the option.
     """
+    _check_text(args)
     _settle_dataset_options(args)
     backend = BACKENDS[args.backend]
     if args.port is None:
         args.port = backend.default_port
     args.extra_request_body = _json_object(args.extra_request_body)
     _check_extra_body(args.extra_request_body)
+    names = [name for name, _ in args.goodput or ()]
+    _require(len(set(names)) == len(names), f"--goodput: a target is given twice: {' '.join(names)}")
     args.goodput = dict(args.goodput or ())
     args.client_processes = args.client_processes or "auto"
     _settle_rate(args)
@@ -75,6 +79,15 @@ def check_arguments(args: argparse.Namespace) -> None:
         not (args.disable_stream and set(args.goodput) - {"e2el"}),
         "--goodput ttft and tpot cannot be measured with --disable-stream",
     )
+
+
+def _check_text(args: argparse.Namespace) -> None:
+    """Refuse bytes that are no UTF-8: the result could not be written as JSON."""
+    for dest, value in vars(args).items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise BenchError(f"--{dest.replace('_', '-')} is not UTF-8", exit_code=2) from None
 
 
 def _settle_dataset_options(args: argparse.Namespace) -> None:
@@ -211,8 +224,8 @@ def _json_object(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        value: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError as error:
+        value: dict[str, Any] = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
         raise BenchError(f"--extra-request-body is not JSON: {error}", exit_code=2) from None
     _require(isinstance(value, dict), "--extra-request-body must be a JSON object")
     return value

@@ -67,7 +67,8 @@ def _split(body: bytes, limit: int) -> tuple[list[str], list[bytes], list[int]]:
             elif field == b"event":
                 name = value.decode("utf-8", "replace")
         if not line or match.end() == len(body):
-            if lines:
+            # An event whose data is empty is none, by the standard: some servers ping with them.
+            if lines and lines != [b""]:
                 names.append(name)
                 datas.append(b"\n".join(lines))
                 stamps.append(min(stamp, limit))

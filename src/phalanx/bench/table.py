@@ -151,6 +151,8 @@ def _client_lines(client: ClientLoad) -> Iterator[str]:
     yield _rule("Client", "-")
     yield _row("Client processes:", len(client.processes))
     yield _row("Connections opened:", client.num_connections)
+    if client.num_resent:
+        yield _row("Sent again (idle connection closed):", client.num_resent)
     share = client.worst("cpu_share")
     yield _row("Busiest process (% of one core):", None if share is None else 100 * share)
     yield _row("P99 event-loop lag (ms):", client.worst("lag_p99_ms"))
@@ -178,7 +180,7 @@ def _count_lines(m: Metrics) -> Iterator[str]:
         yield _row(f"Successful requests without {name.upper()}:", count)
     if m.num_in_one_piece:
         yield _row("Streams that came in one piece (req):", m.num_in_one_piece)
-        yield "  (something gathers the chunks on their way: no TPOT, and ITL says nothing)"
+        yield "  (something gathers the chunks on their way: no TPOT, no ITL)"
 
 
 def _failure_lines(m: Metrics) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import ssl
 import sys
@@ -11,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+import orjson
 
 from phalanx.bench.errors import BenchError
 
@@ -76,7 +77,11 @@ def make_target(base_url: str | None, host: str, port: int, headers: list[tuple[
         url_port = parts.port
     except ValueError:
         raise BenchError(f"--base-url {base_url!r} is not a URL", exit_code=2) from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if "@" in parts.netloc:
+        # Not shown: it holds a password.
+        raise BenchError("--base-url: give a user and a password by --header Authorization=...", exit_code=2)
+    odd = parts.query or parts.fragment or not parts.path.isascii() or any(c <= " " for c in base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or odd:
         raise BenchError(f"--base-url {base_url!r} is not http(s)://host[:port][/path]", exit_code=2)
     https = parts.scheme == "https"
     default_port = 443 if https else 80
@@ -85,29 +90,30 @@ def make_target(base_url: str | None, host: str, port: int, headers: list[tuple[
     )
 
 
-def wait_until_ready(target: Target, timeout_s: float) -> bool:
-    """Poll GET /v1/models once a second until it answers 200; False when `timeout_s` pass first.
+def wait_until_ready(target: Target, timeout_s: float) -> None:
+    """Poll GET /v1/models once a second until it answers 200.
 
-    Says once on stderr that it waits.
+    Says once on stderr that it waits, and why.
 
     Raises:
-        BenchError: the server wants a key (401, 403): waiting would not help.
+        BenchError: the server wants a key (401, 403): waiting would not help; or `timeout_s` passed.
     """
     deadline = time.monotonic() + timeout_s
     said = False
     while True:
-        status, _ = control(target, "GET", "/v1/models", timeout_s=5.0)
+        status, body = control(target, "GET", "/v1/models", timeout_s=5.0)
         if status == 200:
-            return True
+            return
         if status in (401, 403):
             raise BenchError(
                 f"{target.url} wants a key (HTTP {status}): set OPENAI_API_KEY, or give --header"
             )
+        last = f"status {status}" if status else str(body)
         if not said:
             said = True
-            print(f"Waiting up to {timeout_s:g} s for {target.url}", file=sys.stderr, flush=True)
+            print(f"Waiting up to {timeout_s:g} s for {target.url} ({last})", file=sys.stderr, flush=True)
         if time.monotonic() >= deadline:
-            return False
+            raise BenchError(f"{target.url}/v1/models is not ready after {timeout_s:g} s: {last}")
         time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
 
 
@@ -119,9 +125,11 @@ def first_model(target: Target) -> str:
     """
     status, body = control(target, "GET", "/v1/models")
     models = body.get("data") if isinstance(body, dict) else None
-    if status != 200 or not models:
+    first = models[0] if isinstance(models, list) and models else None
+    name = first.get("id") if isinstance(first, dict) else None
+    if status != 200 or not isinstance(name, str) or not name:
         raise BenchError(f"{target.url}/v1/models names no model (status {status}): give --model")
-    return str(models[0]["id"])
+    return name
 
 
 def server_info(target: Target) -> dict[str, Any] | None:
@@ -174,7 +182,7 @@ def control(
     headers: dict[str, str | bytes] = {key: value.encode() for key, value in target.headers}
     data = None
     if body is not None:
-        headers["Content-Type"], data = "application/json", json.dumps(body)
+        headers["Content-Type"], data = "application/json", orjson.dumps(body)
     tls = target.tls_context()
     if tls is None:
         connection = http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
@@ -184,13 +192,14 @@ def control(
         connection.request(method, target.prefix + path, data, headers)
         response = connection.getresponse()
         raw = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        return 0, str(error)
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        return 0, str(error) or type(error).__name__
     finally:
         connection.close()
     try:
-        return response.status, json.loads(raw)
-    except ValueError:
+        # Strict, so that whatever it holds can be written into the result.
+        return response.status, orjson.loads(raw)
+    except orjson.JSONDecodeError:
         return response.status, raw.decode("utf-8", "replace")
 
 

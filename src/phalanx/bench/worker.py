@@ -195,7 +195,7 @@ class _Load:
                     await connection.send(self._requests[record.index], record)
                 except StaleConnection:
                     # The server closed a kept-alive connection while it was idle; no answer has begun.
-                    record.failure = None
+                    record.failure, record.resent = None, True
                     connection = await self._connect()
                     await connection.send(self._requests[record.index], record)
         except TimeoutError:
@@ -259,8 +259,9 @@ def resolve(target: Target) -> str:
     """
     try:
         found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise BenchError(f"cannot resolve {target.host}: {error.strerror}", exit_code=2) from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BenchError(f"cannot resolve {target.host}: {reason}", exit_code=2) from None
     addresses = [str(info[4][0]) for info in found]
     for address in addresses if len(addresses) > 1 else []:
         with contextlib.suppress(OSError), socket.create_connection((address, target.port), timeout=5):
