@@ -162,6 +162,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="OpenAI's usage says how many prompt tokens were found in a cache",
     )
+    group.add_argument("--enable-metrics", action="store_true", help="accepted: /metrics is always there")
     group.add_argument(
         "--log-requests", action="store_true", help="log every request; without it no prompt is ever logged"
     )

@@ -95,6 +95,8 @@ def _refuse_unbuilt(args: argparse.Namespace, log: _Log) -> None:
         log("--disable-radix-cache: so already, there is no prefix cache in this version")
     if args.trust_remote_code:
         log("--trust-remote-code: accepted, no code of a checkpoint is ever run")
+    if getattr(args, "enable_metrics", False):
+        log("--enable-metrics: accepted, /metrics is always there")
     if args.enable_mixed_chunk:
         log("--enable-mixed-chunk: so already, prompt chunks and decode rows share a step")
 
