@@ -126,6 +126,8 @@ def test_latencies_are_those_of_the_steps(clients: list[httpx.Client]) -> None:
         assert now.get("phalanx:host_time_seconds_count", phase=phase) >= 50
     assert grown("phalanx:host_time_between_steps_seconds_count") >= 48
     assert now.get("phalanx:gpu_idle_seconds_total") >= 0
+    for component in ("engine", "api_worker_0", "api_worker_1"):
+        assert 0.05 < now.get("sglang:process_cpu_seconds_total", component=component) < 600
 
 
 def test_gauges_while_it_runs(server: Server, clients: list[httpx.Client]) -> None:

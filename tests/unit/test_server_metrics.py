@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import parser
 
+from phalanx.core.errors import ConfigError
 from phalanx.core.step import StepOutputs
 from phalanx.server import latencies as latencies_module
 from phalanx.server.housekeeping import LAG_BOUNDS_S, Histogram
@@ -153,12 +154,12 @@ def test_a_successor_goes_on_counting(tmp_path: Path) -> None:
         metrics.e2e_request_latency.add(np.array([0.5, 2000.0]))
         lag.add(value)
         lag.add(value)
-        metrics.publish(num_streams=3, totals=(total, 1, 0), lag=lag)
+        metrics.publish(num_streams=3, totals=(total, 1, 0, 0.25), lag=lag)
         lag = Histogram(LAG_BOUNDS_S)  # of the next process
         del metrics  # killed
     data = read(path)
     assert data is not None
-    assert data["totals"][0].tolist() == [40, 2, 0]
+    assert data["totals"][0].tolist() == [40, 2, 0, 0.5]
     assert data["ends"][0, ENDS.index("stop")] == 2 and data["causes"][0, CAUSES.index("disconnect")] == 4
     assert data["lag_buckets"][0].tolist() == [0, 2] + [0] * (len(LAG_BOUNDS_S) - 2) + [2]
     assert data["lag_sum"][0, 0] == pytest.approx(14.003)
@@ -189,6 +190,11 @@ def test_a_file_of_something_else_is_replaced(tmp_path: Path) -> None:
     WorkerMetrics(path).ended("stop")
     data = read(path)
     assert data is not None and data["ends"][0].tolist() == [1, 0, 0, 0] and data["totals"][0].sum() == 0
+
+
+def test_a_file_that_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write the metrics to .*: No such file"):
+        WorkerMetrics(tmp_path / "nowhere" / "m")
 
 
 def test_text_is_what_the_client_library_reads() -> None:

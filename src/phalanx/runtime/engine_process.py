@@ -164,7 +164,11 @@ class EngineLoop:
             self._paused = False
             return True, {}
         if op == "stats":
-            own = {"paused": self._paused, "aborted_worker_lost_total": self._num_lost}
+            own = {
+                "paused": self._paused,
+                "aborted_worker_lost_total": self._num_lost,
+                "cpu_seconds_total": time.process_time(),
+            }
             return True, {**self._worker.stats(), **own}
         if op == "flush_cache":
             if self._worker.busy:

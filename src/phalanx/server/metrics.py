@@ -50,6 +50,7 @@ async def metrics_text(worker: ApiWorker) -> str:
         _add_times(text, stats, overlaps=settings.engine.overlap)
     figures = _worker_figures(worker.run_dir, worker, settings.server.api_workers)
     _add_workers(text, figures)
+    _add_cpu(text, figures, (stats or {}).get("cpu_seconds_total"))
     _add_ends(text, figures, num_lost=(stats or {}).get("aborted_worker_lost_total", 0))
     _add_http(text, figures)
     return text.text()
@@ -73,6 +74,7 @@ def _add_engine(text: MetricsText, stats: Mapping[str, Any], max_running_request
     gauge("sglang:num_used_tokens", "Tokens' worth of KV pages that are held.", held * page_size)
     gauge("sglang:token_usage", "Held pages over all pages.", held / total if total else 0.0)
     gauge("sglang:max_total_num_tokens", "Size of the KV pool in tokens.", total * page_size)
+    gauge("sglang:page_size", "Tokens of a KV page.", page_size)
     gauge("sglang:max_running_requests", "Rows of the request table.", max_running_requests)
     gauge("sglang:gen_throughput", "Generated tokens per second, of late.", get("gen_throughput", 0.0))
     rate = cached / (prompt + cached) if cached else 0.0
@@ -177,7 +179,7 @@ def _add_workers(text: MetricsText, figures: Mapping[int, Any]) -> None:
             LATENCY_BOUNDS_S.tolist(),
             [({}, buckets.tolist(), _added(figures, "latency_sums", i))],
         )
-    for i, (name, what) in enumerate(zip(TOTALS, _TOTAL_TEXTS, strict=True)):
+    for i, (name, what) in enumerate(zip(TOTALS, _TOTAL_TEXTS, strict=False)):
         text.counter(f"phalanx:{name}_total", what, _added(figures, "totals", i))
     streams = GAUGES.index("streams")
     text.samples(
@@ -197,11 +199,22 @@ def _add_workers(text: MetricsText, figures: Mapping[int, Any]) -> None:
     )
 
 
-_TOTAL_TEXTS = (
+_TOTAL_TEXTS = (  # of the first TOTALS; CPU time is told by process
     "Chunks of streams that were written.",
     "Tokens that shared their chunk with an earlier one, since client or worker did not keep up.",
     "HTTP requests whose clients were cut off since they read nothing.",
 )
+
+
+def _add_cpu(text: MetricsText, figures: Mapping[int, Any], engine_s: float | None) -> None:
+    seconds = TOTALS.index("cpu_seconds")
+    samples: list[tuple[Labels, float]] = [
+        ({"component": f"api_worker_{slot}"}, float(one["totals"][0, seconds]))
+        for slot, one in figures.items()
+    ]
+    if engine_s is not None:
+        samples.append(({"component": "engine"}, engine_s))
+    text.samples("sglang:process_cpu_seconds_total", "counter", "CPU time of each process.", samples)
 
 
 def _add_ends(text: MetricsText, figures: Mapping[int, Any], *, num_lost: int) -> None:

@@ -106,9 +106,11 @@ class ApiWorker:
         """Bring this worker's metrics up to date."""
         dispatcher = self.dispatcher
         dispatcher.latencies.flush()
-        totals = (dispatcher.num_events, dispatcher.num_coalesced, dispatcher.num_stalled)
+        counts = (dispatcher.num_events, dispatcher.num_coalesced, dispatcher.num_stalled)
         self.metrics.publish(
-            num_streams=dispatcher.num_streams, totals=totals, lag=self.housekeeper.loop_lag_s
+            num_streams=dispatcher.num_streams,
+            totals=(*counts, time.process_time()),
+            lag=self.housekeeper.loop_lag_s,
         )
 
     async def start(self) -> None:

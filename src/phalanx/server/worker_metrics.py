@@ -8,7 +8,6 @@ ever falls. A process writes its own file alone, through a memory map; the other
 from __future__ import annotations
 
 import logging
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.core.errors import ConfigError
 from phalanx.core.histogram import log_bounds_s
 from phalanx.server.housekeeping import LAG_BOUNDS_S, Histogram
 
@@ -26,7 +26,7 @@ Float64 = npt.NDArray[np.float64]
 LATENCY_BOUNDS_S = log_bounds_s(-4, 3)
 LATENCIES = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
 GAUGES = ("streams", "http_active")
-TOTALS = ("stream_events", "coalesced_tokens", "stalled_clients")
+TOTALS = ("stream_events", "coalesced_tokens", "stalled_clients", "cpu_seconds")
 ENDS = ("stop", "length", "abort", "error")
 # Why sequences were aborted: the client left; it read nothing; --request-timeout; /abort_request;
 # /pause_generation with mode "abort"; the server ended; the engine ended.
@@ -131,7 +131,7 @@ class WorkerMetrics:
             self._responses[slot]["status"] = key[1]
         self._responses["count"][slot] += 1
 
-    def publish(self, *, num_streams: int, totals: tuple[int, ...], lag: Histogram) -> None:
+    def publish(self, *, num_streams: int, totals: tuple[float, ...], lag: Histogram) -> None:
         """Write what others count, since the start of this process.
 
         Args:
@@ -151,14 +151,18 @@ class WorkerMetrics:
 
 
 def _open(path: Path) -> Any:
-    """[1] of _LAYOUT, mapped to the file; emptied if it holds something else."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    """[1] of _LAYOUT, mapped to the file; emptied if it holds something else.
+
+    Raises:
+        ConfigError: it cannot be made. Its space is reserved: writing to a map of a full disk ends a process.
+    """
     try:
-        if os.fstat(fd).st_size != _LAYOUT.itemsize:
-            os.ftruncate(fd, 0)
-            os.ftruncate(fd, _LAYOUT.itemsize)
-    finally:
-        os.close(fd)
+        with path.open("ab") as file:
+            if file.tell() != _LAYOUT.itemsize:
+                file.truncate(0)
+                file.write(bytes(_LAYOUT.itemsize))
+    except OSError as error:
+        raise ConfigError(f"cannot write the metrics to {path}: {error.strerror or error}") from error
     data = np.asarray(np.memmap(path, np.uint8, "r+", shape=(_LAYOUT.itemsize,))).view(_LAYOUT)
     if data["version"][0] not in (0, _VERSION):
         logger.warning("%s holds the figures of another version: counting from 0", path.name)
