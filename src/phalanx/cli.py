@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from phalanx.core.version import VERSION
+
 # bench name -> (module, one line of help); each module has add_arguments(parser) and run(args) -> int.
 _BENCHES = {
     "serving": ("phalanx.bench_serving", "load a server over HTTP and print SGLang's table"),
@@ -76,9 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     if command == "bench":
         return _bench(rest)
     if command in ("-V", "--version"):
-        from importlib.metadata import version
-
-        print(version("phalanx"))
+        print(VERSION)
         return 0
     asked = command in ("-h", "--help")
     print(_usage(), file=sys.stdout if asked else sys.stderr)

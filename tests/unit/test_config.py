@@ -196,7 +196,7 @@ def test_detect_sees_this_machine() -> None:
     assert (hardware.gpu_name is None) == (hardware.gpu_bytes == 0)
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 1), (16, 2), (24, 3), (32, 4), (192, 4)])
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (7, 1), (8, 2), (12, 3), (16, 4), (192, 4)])
 def test_api_workers_go_by_the_cores(cores: int, workers: int) -> None:
     settings = settle("--model m", hardware=msgspec.structs.replace(HARDWARE, num_cpus=cores))
     assert settings.server.api_workers == workers

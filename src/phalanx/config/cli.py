@@ -194,7 +194,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         dest="api_workers",
         type=int,
         metavar="N",
-        help="processes that share the port (default: one for every 8 cores, 1 to 4)",
+        help="processes that share the port (default: one for every 4 cores, 1 to 4)",
     )
     group.add_argument(
         "--shutdown-timeout",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import PurePath
 from typing import Any
 
 import msgspec
 
+from phalanx.core.version import VERSION
 from phalanx.server.state import ApiWorker
 
 WEIGHT_VERSION = "default"  # SGLang's name for weights that nobody replaced
@@ -85,7 +85,7 @@ def server_info(worker: ApiWorker, stats: dict[str, Any]) -> dict[str, Any]:
         "kv_cache": kv_cache(stats),
         "internal_states": [stats],
         "startup_time": worker.started_at_s,
-        "version": metadata.version("phalanx"),
+        "version": VERSION,
     }
 
 
