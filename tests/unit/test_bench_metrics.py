@@ -497,6 +497,20 @@ def test_throughput_concurrency_and_peaks() -> None:
     assert metrics.peak_in_flight == 2
 
 
+def test_schedule_delay_is_of_every_request_that_was_sent() -> None:
+    outcomes = [stream_outcome(i, 10.0, [100], 200) for i in range(3)]
+    outcomes.append(Outcome(3, 10.0, 10.0, failure="connection refused"))
+    due, sent = np.asarray([1.0, 1.0, 2.0, 3.0]), np.asarray([1.002, 1.004, 2.012, np.nan])
+    ones = np.ones(4, np.int64)
+    metrics = compute_metrics(
+        outcomes, Asked(ones, ones, due, sent, np.asarray([0.0, 0.001, 0.01, 0.5])), 1.0, Words()
+    )
+    delay = metrics.schedule_delay
+    assert (delay.count, delay.p50, delay.max) == (3, pytest.approx(4.0), pytest.approx(12.0))
+    assert delay.p99 == pytest.approx(4.0 + 0.98 * 8.0)
+    assert metrics.slot_wait.max == pytest.approx(500.0)
+
+
 def test_input_totals_are_of_successful_requests_only() -> None:
     metrics = figures(Outcome(0, 0.0, 1.0, failure="x"), stream_outcome(1, 0.0, [10], 20))
     assert (metrics.total_input, metrics.total_input_asked) == (3, 2)
