@@ -98,10 +98,25 @@ def test_streams_that_share_a_place_are_told_apart(rig: Rig) -> None:
     rig.latencies.began([0], rig.now_s)
     rig.note(1.0, {0: 7})
     rig.latencies.began(list(range(places, 3 * places)), rig.now_s)
+    rig.latencies.flush()
     assert rig.latencies._mask + 1 > places
     rig.note(2.0, {i: 7 for i in (0, places, 2 * places)})
     assert rig.count_and_sum(ITL) == (1, pytest.approx(2.0))
     assert rig.count_and_sum(TTFT) == (3, pytest.approx(1.0 + 2 * 2.0))
+
+
+def test_streams_that_begin_together_and_share_a_place(rig: Rig) -> None:
+    places = latencies_module._FIRST_CAPACITY
+    rig.latencies.began([3, 3 + places], rig.now_s)
+    rig.note(1.0, {3: 7, 3 + places: 7})
+    assert rig.count_and_sum(TTFT) == (2, pytest.approx(2.0))
+
+
+def test_a_stream_that_ended_before_its_first_step_leaves_its_place(rig: Rig) -> None:
+    rig.latencies.began([3], rig.now_s)
+    rig.latencies.ended(3, None)
+    rig.note(1.0, {3: 7})
+    assert rig.count_and_sum(TTFT) == (0, 0) and (rig.latencies._owner == -1).all()
 
 
 def test_arrays_do_not_grow_without_need(rig: Rig) -> None:
@@ -173,6 +188,7 @@ def test_more_pairs_of_route_and_status_than_there_is_room(tmp_path: Path) -> No
     for i in range(300):
         metrics.opened()
         metrics.closed(f"/{i}", 200)
+    metrics.publish()
     data = read(tmp_path / "m")
     assert data is not None and data["responses"][0]["count"].sum() == 300
     assert data["responses"][0, 254].tolist() == (b"/254", 200, 1.0)
@@ -187,7 +203,9 @@ def test_a_file_of_something_else_is_replaced(tmp_path: Path) -> None:
     size = WorkerMetrics(path).snapshot().nbytes
     path.write_bytes(b"\x07" * size)
     assert read(path) is None
-    WorkerMetrics(path).ended("stop")
+    metrics = WorkerMetrics(path)
+    metrics.ended("stop")
+    metrics.publish()
     data = read(path)
     assert data is not None and data["ends"][0].tolist() == [1, 0, 0, 0] and data["totals"][0].sum() == 0
 

@@ -28,8 +28,11 @@ class Latencies:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._allocate(_FIRST_CAPACITY)
+        # What happens once for each request waits here and is taken in together: alone it would cost as much.
+        self._began_ids: list[int] = []
+        self._began_s: list[float] = []
         self._ended_ids: list[int] = []
-        self._ended_s: list[float] = []
+        self._whole_s: list[float] = []
 
     def _allocate(self, capacity: int) -> None:
         self._mask = capacity - 1
@@ -39,25 +42,18 @@ class Latencies:
 
     def began(self, stream_ids: Sequence[int], received_s: float) -> None:
         """These streams belong to a request that came at `received_s` (`time.monotonic`)."""
-        self._fold()
-        ids = np.array(stream_ids, np.int64)
-        places = ids & self._mask
-        while (self._owner[places] != _NOBODY).any() and self._mask + 1 < _MAX_CAPACITY:
-            self._grow()
-            places = ids & self._mask
-        self._owner[places] = ids
-        self._last_s[places] = received_s
-        self._waits_for_first[places] = True
+        self._began_ids += stream_ids
+        self._began_s += [received_s] * len(stream_ids)
 
     def ended(self, stream_id: int, received_s: float | None) -> None:
         """A stream has ended. received_s: its request's, or None if its whole time does not count."""
         self._ended_ids.append(stream_id)
         if received_s is not None:
-            self._ended_s.append(time.monotonic() - received_s)
+            self._whole_s.append(time.monotonic() - received_s)
 
     def note(self, steps: list[StepOutputs]) -> None:
         """Steps have come together; they have not been told yet."""
-        self._fold()
+        self._place()
         now_s = time.monotonic()
         ids = steps[0].stream_ids if len(steps) == 1 else np.concatenate([s.stream_ids for s in steps])
         tokens = steps[0].tokens if len(steps) == 1 else np.concatenate([s.tokens for s in steps])
@@ -88,18 +84,33 @@ class Latencies:
 
     def flush(self) -> None:
         """Bring the metrics up to date."""
-        self._fold()
+        self._place()
+        if self._whole_s:
+            self._metrics.e2e_request_latency.add(np.array(self._whole_s, np.float64))
+            self._whole_s.clear()
 
-    def _fold(self) -> None:
-        """Take in the ends: together, since each would cost as much alone."""
+    def _place(self) -> None:
+        """Give those that began their places, and free those of the ended: in this order, some did both."""
+        if self._began_ids:
+            ids = np.array(self._began_ids, np.int64)
+            places = ids & self._mask
+            while self._collide(ids, places) and self._mask + 1 < _MAX_CAPACITY:
+                self._grow()
+                places = ids & self._mask
+            self._owner[places] = ids
+            self._last_s[places] = self._began_s
+            self._waits_for_first[places] = True
+            self._began_ids.clear()
+            self._began_s.clear()
         if self._ended_ids:
             ids = np.array(self._ended_ids, np.int64)
-            self._ended_ids.clear()
             places = ids & self._mask
             self._owner[places[self._owner[places] == ids]] = _NOBODY
-        if self._ended_s:
-            self._metrics.e2e_request_latency.add(np.array(self._ended_s, np.float64))
-            self._ended_s.clear()
+            self._ended_ids.clear()
+
+    def _collide(self, ids: Int64, places: Int64) -> bool:
+        """Whether a place is taken or might be wanted twice."""
+        return int(ids.max() - ids.min()) > self._mask or bool((self._owner[places] != _NOBODY).any())
 
     def _grow(self) -> None:
         owner, last_s, waits = self._owner, self._last_s, self._waits_for_first

@@ -89,15 +89,15 @@ class WorkerMetrics:
         data["version"] = _VERSION
         data["gauges"] = 0  # a predecessor's streams have ended with it
         self._data = data
-        self._gauges, self._totals = data["gauges"][0], data["totals"][0]
-        self._ends, self._causes = data["ends"][0], data["causes"][0]
-        self._lag_buckets, self._lag_sum = data["lag_buckets"][0], data["lag_sum"][0]
-        self._responses = data["responses"][0]
-        # What `publish` is told counts from this process's start: the predecessors' share is added.
-        self._earlier = self._totals.copy(), self._lag_buckets.copy(), self._lag_sum.copy()
+        self._earlier = data.copy()  # of the predecessors: what is counted here is added to it
+        # Plain integers: an element of an array takes ten times as long to count up.
+        self._num_open = 0
+        self._ends = dict.fromkeys(ENDS, 0)
+        self._causes = dict.fromkeys(CAUSES, 0)
+        self._responses: dict[tuple[str, int], int] = {}
         self._slots = {
-            (bytes(row["endpoint"]).decode(), int(row["status"])): i
-            for i, row in enumerate(self._responses)
+            (row["endpoint"].decode(), int(row["status"])): i
+            for i, row in enumerate(data["responses"][0])
             if row["endpoint"]
         }
         self.time_to_first_token, self.inter_token_latency, self.e2e_request_latency = (
@@ -107,43 +107,58 @@ class WorkerMetrics:
 
     def ended(self, kind: str) -> None:
         """A sequence ended; kind: one of ENDS."""
-        self._ends[ENDS.index(kind)] += 1
+        self._ends[kind] += 1
 
     def aborted(self, cause: str, count: int = 1) -> None:
         """Sequences were aborted; cause: one of CAUSES."""
-        self._causes[CAUSES.index(cause)] += count
+        self._causes[cause] += count
 
     def opened(self) -> None:
         """An HTTP request has come."""
-        self._gauges[GAUGES.index("http_active")] += 1
+        self._num_open += 1
 
     def closed(self, endpoint: str, status: int) -> None:
         """It was answered with this status. endpoint: the route's path, not the client's."""
-        self._gauges[GAUGES.index("http_active")] -= 1
-        key = (endpoint[:_MAX_ENDPOINT_BYTES], status)
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = len(self._slots)
-            if slot >= _MAX_RESPONSES - 1:
-                slot, key = _MAX_RESPONSES - 1, ("other", 0)
-            self._slots[key] = slot
-            self._responses[slot]["endpoint"] = key[0].encode()
-            self._responses[slot]["status"] = key[1]
-        self._responses["count"][slot] += 1
+        self._num_open -= 1
+        key = endpoint[:_MAX_ENDPOINT_BYTES], status
+        self._responses[key] = self._responses.get(key, 0) + 1
 
-    def publish(self, *, num_streams: int, totals: tuple[float, ...], lag: Histogram) -> None:
-        """Write what others count, since the start of this process.
+    def publish(
+        self, *, num_streams: int = 0, totals: tuple[float, ...] = (), lag: Histogram | None = None
+    ) -> None:
+        """Write all that is counted since the start of this process, here and by others.
 
         Args:
             num_streams: sequences that are running or queued.
             totals: in the order of TOTALS.
             lag: the event loop's.
         """
-        self._gauges[GAUGES.index("streams")] = num_streams
-        earlier_totals, earlier_lag, earlier_lag_sum = self._earlier
-        np.add(earlier_totals, totals, out=self._totals)
-        np.add(earlier_lag, lag.counts, out=self._lag_buckets)
-        np.add(earlier_lag_sum, lag.sum, out=self._lag_sum)
+        data, earlier = self._data, self._earlier
+        data["gauges"] = (num_streams, self._num_open)
+        data["ends"] = earlier["ends"] + list(self._ends.values())
+        data["causes"] = earlier["causes"] + list(self._causes.values())
+        if totals:
+            data["totals"] = earlier["totals"] + totals
+        if lag is not None:
+            data["lag_buckets"] = earlier["lag_buckets"] + lag.counts
+            data["lag_sum"] = earlier["lag_sum"] + lag.sum
+        self._publish_responses()
+
+    def _publish_responses(self) -> None:
+        rows, earlier = self._data["responses"][0], self._earlier["responses"]["count"][0]
+        num_others = 0
+        for key, count in self._responses.items():
+            slot = self._slots.get(key)
+            if slot is None and len(self._slots) < _MAX_RESPONSES - 1:
+                slot = self._slots[key] = len(self._slots)
+                rows["endpoint"][slot], rows["status"][slot] = key[0].encode(), key[1]
+            if slot is None:
+                num_others += count
+            else:
+                rows["count"][slot] = earlier[slot] + count
+        if num_others:
+            rows["endpoint"][-1] = b"other"
+            rows["count"][-1] = earlier[-1] + num_others
 
     def snapshot(self) -> Any:
         """A copy, as `read` gives it."""
