@@ -1,8 +1,8 @@
 """The figures of a run against a scripted server whose times are known.
 
-A chunk cannot arrive before it was sent, which bounds every time from below. From above the tolerance is 5 s: a
-busy machine may be late. What does not depend on the clock (counts, shares of a gap, sums) is exact, unless the
-client stood still for so long that two chunks came with one read: that run proves nothing.
+A chunk cannot arrive before it was sent, which bounds every time from below. From above the tolerance is 5 s,
+since a busy machine may be late. What does not depend on the clock (counts, shares of a gap, sums) is exact,
+unless the client stood still for so long that two chunks came with one read: that run proves nothing.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from phalanx.bench.distribution import Distribution
 from phalanx.bench.errors import BenchError
 from phalanx.bench.metrics import Asked, Metrics, compute_metrics
 from phalanx.bench.parse import Outcome, parse_record
+from phalanx.bench.report import json_line, series_fields
 from phalanx.bench.sse import parse_events
 
 DONE = b"data: [DONE]\n\n"
@@ -423,7 +424,11 @@ def test_an_answer_without_text_in_the_right_shape_is_none(body: dict, flavor: F
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 9) | st.text(max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 9)
+    | st.sampled_from([10**6, 10**8, 2**63, 10**40, 1e308, "abort", "error"])
+    | st.text(max_size=3),
     lambda inner: (
         st.lists(inner, max_size=2)
         | st.dictionaries(
@@ -457,6 +462,7 @@ def test_whatever_a_server_sends_becomes_an_outcome(
     metrics = figures(outcome)
     check_possible(metrics)
     assert metrics.num_completed == outcome.success
+    assert json.loads(json_line(series_fields(metrics) | {"failures": metrics.failures}))
 
 
 def test_all_failed_gives_no_figures_and_no_division() -> None:
