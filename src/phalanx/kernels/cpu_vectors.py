@@ -1,6 +1,6 @@
 """Vector code for the CPU kernels: typed LLVM vectors as numba intrinsics.
 
-LLVM lowers the vectors to what the machine has (AVX-512, AVX2, NEON). Addresses are int64. A float row of
+LLVM lowers the vectors to what the machine has (tested: AVX-512, AVX2). Addresses are int64. A float row of
 `dim` elements is read in pairs of vectors `lo, hi` of W floats: of fp32 memory they are W elements and the W
 after them; of bf16 memory the even and the odd ones of 2W elements, since a 32-bit lane holds two bf16 and
 either becomes fp32 by one shift or mask. What goes in that way comes out that way (`store_row`).
