@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 # Finish reasons of the OpenAI routes (SGLang's, vLLM's) with which the server gave the request up.
-_GIVEN_UP = frozenset((b'"abort"', b'"error"'))
+_GIVEN_UP = ("abort", "error")
 # JSON values that mean "nothing" wherever they stand.
 _EMPTY = frozenset((b"", b"null", b"false", b"0", b'""', b"{}", b"[]"))
 # Larger than any answer and any context. A count beyond is an error of the server, and would not fit into the
@@ -61,7 +61,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     text: str | None = None
     delta: Delta | None = None
     message: Delta | None = None
-    finish_reason: Raw = Raw(b"")
+    finish_reason: Any = None
 
 
 class NativeEvent(msgspec.Struct, frozen=True, gc=False):
@@ -107,10 +107,9 @@ def abort_message(meta: NativeMeta | None) -> str | None:
     return str(reason.get("message") or "no reason given")
 
 
-def given_up(choice: Choice) -> str | None:
-    """Return the finish reason of a request that the server gave up, else None."""
-    reason = bytes(choice.finish_reason)
-    return reason.decode().strip('"') if reason in _GIVEN_UP else None
+def is_given_up(choice: Choice) -> bool:
+    """Whether the server gave the request up."""
+    return choice.finish_reason in _GIVEN_UP
 
 
 def num_ids(ids: Raw) -> int | None:

@@ -17,8 +17,8 @@ from phalanx.bench.events import (
     abort_message,
     decode_native,
     decode_openai,
-    given_up,
     is_error,
+    is_given_up,
     num_ids,
     says,
 )
@@ -229,8 +229,8 @@ def _read_openai(stream: _Stream, time: float, event: OpenAiEvent) -> None:
         count = _note_counts(stream, usage.completion_tokens, usage.prompt_tokens, cached)
     if event.choices:
         choice = event.choices[0]
-        if (reason := given_up(choice)) is not None:
-            raise _Bad(f"given up by the server: finish_reason {reason}")
+        if choice.finish_reason is not None and is_given_up(choice):
+            raise _Bad(f"given up by the server: finish_reason {choice.finish_reason}")
         said = choice.delta or choice.message
         text = choice.text or ""
         if said is not None:
