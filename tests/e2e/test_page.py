@@ -20,7 +20,7 @@ from tests.e2e.serving import Server, running
 
 needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="no chromium on this machine")
 KEY = "sésame-42"
-FLAGS = ("--load-format", "dummy", "--device", "null", "--null-step-ms", "5", "--max-total-tokens", "16384")
+FLAGS = ("--load-format", "dummy", "--device", "null", "--null-step-ms", "5", "--max-total-tokens", "65536")
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +102,11 @@ def test_figures_are_those_of_metrics(tmp_path: Path) -> None:
         await page.until("parseFloat(document.getElementById('step-time').title) >= 0.004")
         await page.until("document.querySelector('#latencies tr:nth-child(2)').cells[3].textContent !== '0'")
         kv = float(await page.run("document.getElementById('kv').title"))
-        assert 5 * 16 / 16384 <= kv < 0.5
+        assert 5 * 16 / 65536 <= kv < 0.5
         await page.run("new Promise(done => setTimeout(done, 1500))")  # charts have lines by now
         for name in ("running", "tokens", "step", "kv"):
             assert await page.run(_COLOURS.format(name)) > 10, name
+        httpx.post(f"{server.url}/abort_request", json={"abort_all": True})
         thread.join(60)
         await page.until(f"{shown('running')} === '0'")
         values = dict(
@@ -144,7 +145,7 @@ _COLOURS = """(() => {{
 
 
 def load(server: Server) -> None:
-    body = {"input_ids": [[5, 6, 7]] * 5, "sampling_params": {"max_new_tokens": 1400, "ignore_eos": True}}
+    body = {"input_ids": [[5, 6, 7]] * 5, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
     assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
 
 
