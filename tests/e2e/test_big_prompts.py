@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from tests.e2e.server_harness import CONTEXT, make_settings, running, wait_until, write_byte_tokenizer
@@ -60,6 +64,50 @@ def test_what_just_does_not_fit_is_counted(server):
     assert f"has {CONTEXT} tokens" in error["message"]
     reply = httpx.post(f"{server.url}/generate", json={"text": "é" * (CONTEXT // 2 - 1) + "x"})
     assert reply.json()["meta_info"]["completion_tokens"] == 1
+
+
+def test_bodies_of_megabytes_are_served_alike(tmp_path):
+    """Prepared in a process of their own (`server.side_process`), which ends with the worker."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    settings = make_settings(write_byte_tokenizer(tmp_path))
+    scheduler = msgspec.structs.replace(settings.scheduler, context_length=2**22)
+    with running(run_dir, msgspec.structs.replace(settings, scheduler=scheduler)) as server:
+
+        def post(path: str, **fields: object) -> httpx.Response:
+            reply = httpx.post(server.url + path, json=fields, timeout=60)
+            assert reply.status_code == 200, reply.text[:300]
+            return reply
+
+        def seen() -> list[list[int]]:
+            ids = sorted((r.stream_id, r.input_ids.tolist()) for r in server.engine.seen)
+            server.engine.seen.clear()
+            return [one for _, one in ids]
+
+        long, text = [i % 200 + 1 for i in range(400_000)], "né " * 400_000
+        one = {"max_new_tokens": 1}
+        post("/generate", input_ids=long, sampling_params=one)
+        assert seen() == [long]
+        post("/generate", input_ids=[long, [7]], sampling_params=[one, {"max_new_tokens": 2}])
+        assert seen() == [long, [7]]
+        post("/generate", text=[text, "a"], sampling_params=one)
+        assert seen() == [list(text.encode()), [97]]
+        reply = post("/v1/completions", prompt=long, max_tokens=1, echo=True)
+        assert reply.json()["usage"]["prompt_tokens"] == len(long) and seen() == [long]
+        reply = post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=1)
+        (ids,) = seen()
+        assert text in bytes(i for i in ids if i < 256).decode()
+        assert reply.json()["usage"]["prompt_tokens"] == len(ids)
+        tokens = post("/tokenize", prompt=text).json()["tokens"]
+        assert tokens == list(text.encode())
+        assert post("/detokenize", tokens=tokens).json()["text"] == text
+
+        (side,) = psutil.Process(server.process.pid).children(recursive=True)
+        assert "phalanx.server.side_process" in side.cmdline()
+        watch = os.pidfd_open(side.pid)
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert select.select([watch], [], [], 20)[0], "the side process lives on"
+        os.close(watch)
 
 
 def test_a_stream_beside_it_goes_on(server):

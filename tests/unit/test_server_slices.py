@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepOutputs
 from phalanx.messages import Abort, EngineReady, Submit
 from phalanx.runtime.inproc_channel import InprocChannel
-from phalanx.server import calls, pace, stream, texts
+from phalanx.server import calls, pace, state, stream, texts
 from phalanx.server.calls import Ask, make_streams, new_call, run_call
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.response import Response
@@ -277,6 +278,32 @@ def test_texts_are_encoded_in_slices(tokenizer, monkeypatch):
 
     run(scenario, tokenizer)
     assert batches == [["ab", "c", ""], ["d"], ["0123456789"], ["ef", "ghi"], ["j"]]
+
+
+def test_too_many_big_requests_at_once_are_refused(tokenizer, monkeypatch):
+    """What waits for the side process is bounded in bytes; what comes after it is served again."""
+    monkeypatch.setattr(state, "MAX_WAITING_BYTES", 8 * 2**20)
+    release = threading.Event()
+
+    def stuck(job):
+        release.wait(20)
+        return job(tokenizer)
+
+    async def scenario(rig):
+        monkeypatch.setattr(rig.worker.side, "call", stuck)
+        size = 3 * 2**20
+        asked = [asyncio.create_task(rig.worker.prepare(size, lambda _: "big")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="too many big requests") as caught:
+            await rig.worker.prepare(size, lambda _: 0)
+        assert caught.value.status == 503
+        assert await rig.worker.prepare(100, lambda _: "small") == "small"
+        release.set()
+        await asyncio.gather(*asked)
+        assert await rig.worker.prepare(size, lambda _: "again") == "again"
+        assert rig.worker.num_side_bytes == 0
+
+    run(scenario, tokenizer)
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import RequestError
@@ -16,7 +16,7 @@ from phalanx.server.pace import Pace
 from phalanx.server.response import Receive, Response, wait_disconnect
 from phalanx.server.sessions import Call, Form, OutputStream
 from phalanx.server.state import ApiWorker
-from phalanx.server.texts import as_array
+from phalanx.server.texts import Ids, as_array
 from phalanx.text.output import TextStream
 
 MAX_OUTPUTS = 1024  # SamplingParams.check allows no more for n
@@ -33,7 +33,7 @@ class Ask:
     rid: None draws one. interval: tokens per chunk, None for the server's own number.
     """
 
-    input_ids: Sequence[int]
+    input_ids: Ids
     sampling: SamplingParams
     logprobs: LogprobParams | None = None
     rid: str | None = None

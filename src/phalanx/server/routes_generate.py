@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
 
 from phalanx.core.errors import RequestError
 from phalanx.server.calls import (
@@ -14,9 +18,8 @@ from phalanx.server.calls import (
     possible_outputs,
     run_call,
 )
-from phalanx.server.errors import refuse_unsupported, unsupported
+from phalanx.server.errors import decode_json, refuse_unsupported, unsupported
 from phalanx.server.form_generate import GenerateForm
-from phalanx.server.generate_body import decode_generate
 from phalanx.server.params import (
     asked_token_ids,
     interval_from_generate,
@@ -24,18 +27,42 @@ from phalanx.server.params import (
     one_of,
     sampling_from_generate,
 )
-from phalanx.server.response import Receive, Response
-from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody
-from phalanx.server.state import ApiWorker
-from phalanx.server.texts import encode_texts
+from phalanx.server.response import Receive, Response, encode_json
+from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody, SamplingFields
+from phalanx.server.state import BIG_BYTES, ApiWorker
+from phalanx.server.texts import Ids, PackedIds, encode_texts, pack, unpack
+from phalanx.text.tokenizer import Tokenizer
+
+_decoder = msgspec.json.Decoder(GenerateBody)
+_fields_decoder = msgspec.json.Decoder(SamplingFields)
+
+
+class _Parsed(NamedTuple):
+    """A body taken apart, so that one of megabytes comes back from the side process in a moment.
+
+    body: without text and input_ids, and without its `sampling_params` if those are in `fields`.
+    texts, prompts: of one of them there is one for each prompt, the other is empty.
+    is_batch: whether the client sent a list of prompts.
+    num_outputs: of all prompts together.
+    fields: sampling parameters of each prompt as JSON, of a big body that has a list of them.
+    """
+
+    body: GenerateBody
+    texts: list[str]
+    prompts: PackedIds | Sequence[Sequence[int]]
+    is_batch: bool
+    num_outputs: int
+    fields: list[bytes] | None = None
 
 
 async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one request; errors are raised as RequestError before anything is sent."""
-    body, texts, prompts, is_batch = await worker.offload(len(raw_body), lambda: _decode(raw_body))
-    name = "text" if body.text is not None else "input_ids"
+    body, texts, packed, is_batch, num_outputs, fields = await worker.prepare(
+        len(raw_body), partial(_parse, raw_body)
+    )
+    prompts: Sequence[Ids] = unpack(packed)
+    name = "text" if texts else "input_ids"
     count = len(texts or prompts)
-    num_outputs = _num_outputs(body, count)
     check_sequences(count, num_outputs, name)
     rids = _rids(body.rid, count, is_batch)
     if texts:
@@ -50,16 +77,18 @@ async def generate(worker: ApiWorker, raw_body: bytes, receive: Receive, respons
     call = new_call(form, response, is_stream=bool(body.stream))
     call.is_logged = not body.no_logs
     call.rid = body.rid if isinstance(body.rid, str) else None
-    await make_streams(worker, call, _asks(body, prompts, rids), {"prompt": name})
+    await make_streams(worker, call, _asks(body, fields, prompts, rids), {"prompt": name})
     await run_call(worker, call, receive)
 
 
-def _asks(body: GenerateBody, prompts: list[list[int]], rids: list[str | None]) -> Iterator[Ask]:
+def _asks(
+    body: GenerateBody, fields: list[bytes] | None, prompts: Sequence[Ids], rids: list[str | None]
+) -> Iterator[Ask]:
     """One after the other, since each may bring parameters of its own to convert."""
-    count, asked_ids, fields = len(prompts), asked_token_ids(body), body.sampling_params
-    shared = None if isinstance(fields, list) else sampling_from_generate(fields)
+    count, asked_ids, params = len(prompts), asked_token_ids(body), body.sampling_params
+    shared = None if fields or isinstance(params, list) else sampling_from_generate(params)
     for i, ids in enumerate(prompts):
-        own = one_of(fields, i, count, "sampling_params")
+        own = _fields_decoder.decode(fields[i]) if fields else one_of(params, i, count, "sampling_params")
         yield Ask(
             input_ids=ids,
             sampling=shared or sampling_from_generate(own),
@@ -78,26 +107,37 @@ def _num_outputs(body: GenerateBody, count: int) -> int:
     return sum(possible_outputs(one.n) for one in fields)
 
 
-def _decode(raw_body: bytes) -> tuple[GenerateBody, list[str], list[list[int]], bool]:
-    """The body, the texts or the ids of its prompts, and whether the client sent a list of prompts."""
-    body = decode_generate(raw_body)
+def _parse(raw_body: bytes, tokenizer: Tokenizer | None) -> _Parsed:
+    body = decode_json(_decoder, raw_body)
     refuse_unsupported(body, UNSUPPORTED)
     if body.log_metrics is False:
         raise unsupported("log_metrics", "false")
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give exactly one of text and input_ids", param="text")
-    if body.text is not None:
-        texts = [body.text] if isinstance(body.text, str) else body.text
-        if not texts or not all(texts):
-            raise RequestError("text is empty: a prompt needs at least one token", param="text")
-        return body, texts, [], isinstance(body.text, list)
-    ids = body.input_ids or []
+    texts, prompts, is_batch = _text_prompts(body) if body.input_ids is None else _id_prompts(body.input_ids)
+    num_outputs = _num_outputs(body, len(texts or prompts))
+    body.text = body.input_ids = None
+    if len(raw_body) <= BIG_BYTES:
+        return _Parsed(body, texts, prompts, is_batch, num_outputs)
+    check_sequences(len(texts or prompts), num_outputs, "text" if texts else "input_ids")
+    fields = None
+    if isinstance(body.sampling_params, list):
+        fields, body.sampling_params = [encode_json(one) for one in body.sampling_params], None
+    return _Parsed(body, texts, pack(prompts), is_batch, num_outputs, fields)
+
+
+def _text_prompts(body: GenerateBody) -> tuple[list[str], list[list[int]], bool]:
+    texts = [body.text] if isinstance(body.text, str) else body.text or []
+    if not texts or not all(texts):
+        raise RequestError("text is empty: a prompt needs at least one token", param="text")
+    return texts, [], isinstance(body.text, list)
+
+
+def _id_prompts(ids: list[int | list[int]]) -> tuple[list[str], list[list[int]], bool]:
     lists = [x for x in ids if isinstance(x, list)]
     if lists and len(lists) != len(ids):
         raise RequestError("input_ids mixes ids and lists of ids", param="input_ids")
-    if lists:
-        return body, [], lists, True
-    return body, [], [[x for x in ids if isinstance(x, int)]], False
+    return [], lists or [[x for x in ids if isinstance(x, int)]], bool(lists)
 
 
 def _rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str | None]:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 import uuid
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,8 +26,9 @@ from phalanx.server.response import Response as StreamResponse
 from phalanx.server.routes_pause import add_pause_routes
 from phalanx.server.routes_profile import add_profile_routes
 from phalanx.server.schema_generate import AbortBody, DetokenizeBody, TokenizeBody
-from phalanx.server.state import ApiWorker
-from phalanx.server.texts import decode_ids, encode_texts
+from phalanx.server.state import BIG_BYTES, ApiWorker
+from phalanx.server.texts import check_ids, decode_ids
+from phalanx.text.tokenizer import Tokenizer
 
 # Open without a key; with the slash too, since a redirect may lead past a proxy's rule for the path.
 HEALTH_PATHS = ("/health", "/health/", "/ready", "/ready/", "/ping", "/ping/")
@@ -137,39 +139,58 @@ def _add_text(router: APIRouter, worker: ApiWorker) -> None:
     @router.post("/v1/tokenize", include_in_schema=False)
     async def tokenize(request: Request) -> Response:
         raw = await _body(request, worker)
-        body = await worker.offload(len(raw), lambda: decode_json(_tokenize_decoder, raw))
-        worker.check_model(body.model)
-        tokens: list[Any]
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give exactly one of prompt and messages", param="prompt")
-        if body.messages is not None:
-            tokenizer, messages = worker.require_tokenizer(), body.messages
-            tokens = await worker.offload(
-                len(raw),
-                lambda: tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=body.add_generation_prompt
-                ),
-            )
-        else:
-            texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
-            tokens = await encode_texts(
-                worker, texts, add_special_tokens=body.add_special_tokens, are_prompts=False
-            )
-        many = isinstance(body.prompt, list)
-        if isinstance(body.prompt, str):
-            tokens = tokens[0]
-        count = list(map(len, tokens)) if many else len(tokens)
-        max_len = worker.settings.scheduler.context_length
-        return _json({"tokens": tokens, "count": count, "max_model_len": max_len})
+        worker.require_tokenizer()
+        job = partial(_tokenize, raw, worker.settings.scheduler.context_length)
+        model, reply = await worker.prepare(len(raw), job)
+        worker.check_model(model)
+        return Response(reply, media_type="application/json")
 
     @router.post("/detokenize")
     @router.post("/v1/detokenize", include_in_schema=False)
     async def detokenize(request: Request) -> Response:
         raw = await _body(request, worker)
-        body, lists, many = await worker.offload(len(raw), lambda: _id_lists(raw))
-        worker.check_model(body.model)
-        texts = await decode_ids(worker, lists, skip_special_tokens=body.skip_special_tokens)
+        worker.require_tokenizer()
+        if len(raw) > BIG_BYTES:
+            model, texts, many = await worker.prepare(
+                len(raw), partial(_detokenize, raw, worker.settler.vocab_size)
+            )
+            worker.check_model(model)
+        else:
+            body, lists, many = await worker.offload(len(raw), lambda: _id_lists(raw))
+            worker.check_model(body.model)
+            texts = await decode_ids(worker, lists, skip_special_tokens=body.skip_special_tokens)
         return _json({"text": texts if many else texts[0]})
+
+
+def _tokenize(raw: bytes, max_model_len: int, tokenizer: Tokenizer | None) -> tuple[str | None, bytes]:
+    """The model that the client names, and the answer."""
+    assert tokenizer is not None
+    body = decode_json(_tokenize_decoder, raw)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give exactly one of prompt and messages", param="prompt")
+    tokens: Any
+    if body.messages is not None:
+        tokens = tokenizer.apply_chat_template(
+            body.messages, add_generation_prompt=body.add_generation_prompt
+        )
+    elif isinstance(body.prompt, str):
+        tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    else:
+        tokens = tokenizer.encode_batch(body.prompt or [], add_special_tokens=body.add_special_tokens)
+    count = list(map(len, tokens)) if isinstance(body.prompt, list) else len(tokens)
+    return body.model, encode_json({"tokens": tokens, "count": count, "max_model_len": max_model_len})
+
+
+def _detokenize(
+    raw: bytes, vocab_size: int, tokenizer: Tokenizer | None
+) -> tuple[str | None, list[str], bool]:
+    """The model that the client names, the texts, and whether the client sent several lists."""
+    assert tokenizer is not None
+    body, lists, many = _id_lists(raw)
+    for ids in lists:
+        check_ids(ids, vocab_size)
+    texts = [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
+    return body.model, texts, many
 
 
 def _id_lists(raw: bytes) -> tuple[DetokenizeBody, list[list[int]], bool]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from phalanx.core.errors import RequestError
 from phalanx.server.calls import (
@@ -30,7 +33,8 @@ from phalanx.server.params import logprobs_from_openai, openai_names, sampling_f
 from phalanx.server.response import Receive, Response
 from phalanx.server.schema_openai import ChatBody, CompletionBody, StreamOptions, check_supported
 from phalanx.server.state import ApiWorker
-from phalanx.server.texts import decode_ids, encode_texts
+from phalanx.server.texts import Ids, PackedIds, decode_ids, encode_texts, pack, unpack
+from phalanx.text.tokenizer import Tokenizer
 
 # Names that a template's own variables cannot have: the conversation's, and one that Jinja takes itself.
 _TAKEN_NAMES = ("messages", "tools", "add_generation_prompt", "self")
@@ -40,19 +44,23 @@ _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 async def chat_completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one chat; errors are raised as RequestError before anything is sent."""
-    body = await worker.offload(len(raw_body), lambda: decode_json(_chat_decoder, raw_body))
-    check_supported(body)
+    worker.require_tokenizer()
+    job = partial(_parse_chat, raw_body, worker.settler.check_length)
+    body, prompt = await worker.prepare(len(raw_body), job)
     worker.check_model(body.model)
+    choices = ChatChoices(worker.token_texts)
+    await _run(worker, body, unpack(prompt), "chat.completion", choices, receive, response)
+
+
+def _parse_chat(
+    raw_body: bytes, check_length: Callable[..., None], tokenizer: Tokenizer | None
+) -> tuple[ChatBody, PackedIds | Sequence[Sequence[int]]]:
+    """The body without its messages, and the prompt that they make."""
+    assert tokenizer is not None
+    body = decode_json(_chat_decoder, raw_body)
+    check_supported(body)
     if not body.messages:
         raise RequestError("messages is empty: a chat needs at least one", param="messages")
-    input_ids = await _chat_ids(worker, body, len(raw_body))
-    choices = ChatChoices(worker.token_texts)
-    await _run(worker, body, [input_ids], "chat.completion", choices, receive, response)
-
-
-async def _chat_ids(worker: ApiWorker, body: ChatBody, size_bytes: int) -> list[int]:
-    """The prompt of a chat."""
-    tokenizer = worker.require_tokenizer()
     kwargs = body.chat_template_kwargs or {}
     for name in _TAKEN_NAMES:
         if name in kwargs:
@@ -61,29 +69,26 @@ async def _chat_ids(worker: ApiWorker, body: ChatBody, size_bytes: int) -> list[
             )
     if body.reasoning_effort is not None:
         kwargs = {"reasoning_effort": body.reasoning_effort, **kwargs}
-    text = await worker.offload(
-        size_bytes,
-        lambda: tokenizer.render_chat(
-            body.messages, add_generation_prompt=body.add_generation_prompt, **kwargs
-        ),
-    )
-    (ids,) = await encode_texts(worker, [text], add_special_tokens=False)  # the template writes them itself
-    return ids
+    text = tokenizer.render_chat(body.messages, add_generation_prompt=body.add_generation_prompt, **kwargs)
+    body.messages, body.tools, body.chat_template_kwargs = [], None, None
+    check_length(tokenizer.min_ids(text), at_least=True)
+    # The template writes special tokens itself.
+    return body, pack(tokenizer.encode_batch([text], add_special_tokens=False, check_length=check_length))
 
 
 async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
     """Serve one text completion; errors are raised as RequestError before anything is sent."""
-    body = await worker.offload(len(raw_body), lambda: decode_json(_completion_decoder, raw_body))
-    check_supported(body)
+    body, texts, packed = await worker.prepare(len(raw_body), partial(_parse_completion, raw_body))
     worker.check_model(body.model)
-    texts, prompts = await _prompts(worker, body)
+    prompts: Sequence[Ids] = unpack(packed) if texts is None else await encode_texts(worker, texts)
     echoed = None
     if body.echo:
         if worker.tokenizer is None:
             texts = [""] * len(prompts)  # the ids are told in any case
         elif texts is None:
             await _check_prompts(worker, prompts)
-            texts = await decode_ids(worker, prompts, skip_special_tokens=False)
+            lists = [np.asarray(ids).tolist() for ids in prompts]
+            texts = await decode_ids(worker, lists, skip_special_tokens=False)
         echoed = [text for text in texts for _ in range(possible_outputs(body.n))]
     choices = CompletionChoices(worker.token_texts, prompts=echoed)
     await _run(worker, body, prompts, "text_completion", choices, receive, response)
@@ -92,7 +97,7 @@ async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, resp
 async def _run(
     worker: ApiWorker,
     body: ChatBody | CompletionBody,
-    prompts: list[list[int]],
+    prompts: Sequence[Ids],
     kind: str,
     choices: ChoiceForm,
     receive: Receive,
@@ -118,16 +123,21 @@ async def _run(
     await run_call(worker, call, receive)
 
 
-def _rids(body: ChatBody | CompletionBody, prompts: list[list[int]]) -> list[str | None]:
+def _rids(body: ChatBody | CompletionBody, prompts: Sequence[Ids]) -> list[str | None]:
     """Each prompt's name, if the client gave one: no two sequences that run may share it."""
     if body.rid is None or len(prompts) == 1:
         return [body.rid] * len(prompts)
     return [f"{body.rid}_{i}" for i in range(len(prompts))]
 
 
-async def _prompts(worker: ApiWorker, body: CompletionBody) -> tuple[list[str] | None, list[list[int]]]:
-    """The texts, if texts were given, and the ids of each prompt."""
+def _parse_completion(
+    raw_body: bytes, tokenizer: Tokenizer | None
+) -> tuple[CompletionBody, list[str] | None, PackedIds | Sequence[Sequence[int]]]:
+    """The body without its prompts, and these: texts, or else lists of ids."""
+    body = decode_json(_completion_decoder, raw_body)
+    check_supported(body)
     prompt: Any = body.prompt
+    body.prompt = None
     if prompt is None or prompt == "" or prompt == []:
         raise RequestError("prompt is empty: it needs at least one token", param="prompt")
     if isinstance(prompt, str):
@@ -136,16 +146,16 @@ async def _prompts(worker: ApiWorker, body: CompletionBody) -> tuple[list[str] |
     if any(type(part) is not kind for part in prompt):
         raise RequestError("prompt mixes strings, ids and lists of ids", param="prompt")
     if kind is int:
-        return None, [prompt]
+        return body, None, pack([prompt])
     check_sequences(len(prompt), len(prompt) * possible_outputs(body.n), "prompt")
     if kind is list:
-        return None, prompt
+        return body, None, pack(prompt)
     if not all(prompt):
         raise RequestError("prompt holds an empty text: it needs at least one token", param="prompt")
-    return prompt, await encode_texts(worker, prompt)
+    return body, prompt, []
 
 
-async def _check_prompts(worker: ApiWorker, prompts: list[list[int]]) -> None:
+async def _check_prompts(worker: ApiWorker, prompts: Sequence[Ids]) -> None:
     """Prompts that are to be decoded must lie within the vocabulary and the context."""
     pace = Pace()
     for ids in prompts:

@@ -20,6 +20,7 @@ from phalanx.server.engine_client import EngineClient
 from phalanx.server.housekeeping import Histogram, Housekeeper
 from phalanx.server.logprobs import TokenTexts
 from phalanx.server.request_log import RequestLog
+from phalanx.server.side_process import Job, SideProcess, SideSettings
 from phalanx.server.stream import Dispatcher
 from phalanx.server.worker_metrics import WorkerMetrics, metrics_path
 from phalanx.text.detokenizer import Detokenizer
@@ -29,6 +30,9 @@ T = TypeVar("T")
 
 # Text of this size tokenizes in about a millisecond; more goes to a thread, so that streams do not wait.
 INLINE_BYTES = 8192
+# More is prepared in a process beside: JSON of ids holds the interpreter's lock for 14 to 22 ms a megabyte.
+BIG_BYTES = 2**20
+MAX_WAITING_BYTES = 2**30  # of requests that are or wait to be prepared there; more are refused
 _GREETING_S, _GREETING_POLL_S = 10.0, 0.02
 
 
@@ -43,6 +47,8 @@ class ApiWorker:
         request_log: None unless requests are logged.
         run_dir: where the workers' metrics files lie; None where this one counts in memory alone.
         started_at_s: when the server began to serve, the same in all its workers (seconds since 1970).
+        side: where big requests are prepared; side_thread waits for it.
+        num_side_bytes: of requests that are there or wait for it.
         is_draining: the server is about to end, and nothing but running sequences is waited for.
     """
 
@@ -56,6 +62,8 @@ class ApiWorker:
     engine: EngineClient
     dispatcher: Dispatcher
     threads: ThreadPoolExecutor
+    side: SideProcess
+    side_thread: ThreadPoolExecutor
     housekeeper: Housekeeper
     request_log: RequestLog | None
     started_at_s: float
@@ -63,6 +71,7 @@ class ApiWorker:
     run_dir: Path | None = None
     next_stream: int = 0
     is_draining: bool = False
+    num_side_bytes: int = 0
 
     def stream_ids(self, count: int) -> list[int]:
         """`count` new stream ids."""
@@ -85,6 +94,24 @@ class ApiWorker:
         if size_bytes <= INLINE_BYTES:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self.threads, function)
+
+    async def prepare(self, size_bytes: int, job: Job[T]) -> T:
+        """Call the job with the tokenizer: here, in a thread or in the side process, by the input's size.
+
+        job: picklable, and so is what it returns; what it returns for a big input must be quick to unpickle.
+
+        Raises:
+            RequestError: what the job raises; 503 if too much waits for the side process, or it ended.
+        """
+        if size_bytes <= BIG_BYTES:
+            return await self.offload(size_bytes, lambda: job(self.tokenizer))
+        if self.num_side_bytes + size_bytes > MAX_WAITING_BYTES:
+            raise RequestError("too many big requests wait to be read", status=503, code="busy")
+        self.num_side_bytes += size_bytes
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.side_thread, self.side.call, job)
+        finally:
+            self.num_side_bytes -= size_bytes
 
     def check_model(self, model: str | None) -> None:
         """Raise a 404 unless `model` is what is served, "default" or not given."""
@@ -125,6 +152,8 @@ class ApiWorker:
         """Stop threads and channel."""
         self.housekeeper.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
+        self.side_thread.shutdown(wait=False, cancel_futures=True)
+        self.side.close()
         self.engine.close()
 
 
@@ -132,6 +161,15 @@ def _request_log(server: ServerConfig, tokenizer: Tokenizer | None) -> RequestLo
     if server.log_requests_level is None:
         return None
     return RequestLog(server.log_requests_level, server.log_requests_format, tokenizer)
+
+
+def _side_settings(settings: Settings, tokenizer: Tokenizer | None) -> SideSettings:
+    return SideSettings(
+        path=None if tokenizer is None else settings.source.tokenizer_path,
+        vocab_size=settings.model.vocab_size,
+        chat_template=settings.server.chat_template,
+        log_level=settings.server.log_level,
+    )
 
 
 def build_api_worker(
@@ -198,6 +236,8 @@ def build_api_worker(
         engine=engine,
         dispatcher=dispatcher,
         threads=ThreadPoolExecutor(1, thread_name_prefix="tokenize"),
+        side=SideProcess(_side_settings(settings, tokenizer)),
+        side_thread=ThreadPoolExecutor(1, thread_name_prefix="side"),
         housekeeper=housekeeper,
         request_log=_request_log(settings.server, tokenizer),
         started_at_s=time.time(),

@@ -1,18 +1,22 @@
-"""Many or long texts to ids and back: in a thread and in slices, so that streams do not wait for them."""
+"""Many or long texts to ids and back: in a thread and in slices, or beside, so that streams do not wait."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.core.errors import RequestError
-from phalanx.server.state import ApiWorker
+from phalanx.server.state import BIG_BYTES, ApiWorker
 from phalanx.text.detokenizer import Detokenizer
+from phalanx.text.tokenizer import Tokenizer
 
+Ids = Sequence[int] | npt.NDArray[Any]
 T = TypeVar("T", str, list[int])
 
 _SLICE_SIZE = 65536  # characters or ids: a few milliseconds of work that holds the interpreter's lock
@@ -20,32 +24,61 @@ _SLICE_ITEMS = 256
 _ITEM_BYTES = 16  # what an item costs however short it is
 
 
-async def encode_texts(
-    worker: ApiWorker, texts: Sequence[str], *, add_special_tokens: bool = True, are_prompts: bool = True
-) -> list[list[int]]:
-    """The ids of each text.
+@dataclass(frozen=True, slots=True)
+class PackedIds:
+    """Lists of ids that pickle as two arrays: flat [num_ids] int64, ends [num_lists]."""
 
-    are_prompts: refuse a text that does not fit the context, where it can be told even before tokenizing: big
-        texts share one thread.
+    flat: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+
+def pack(lists: Sequence[Sequence[int]]) -> PackedIds | Sequence[Sequence[int]]:
+    """The lists packed, or as they are if an id does not fit int64: it is refused later, by its value."""
+    ends = np.fromiter(accumulate(map(len, lists)), np.int64, len(lists))
+    try:
+        return PackedIds(
+            np.fromiter(chain.from_iterable(lists), np.int64, int(ends[-1]) if lists else 0), ends
+        )
+    except OverflowError:
+        return lists
+
+
+def unpack(ids: PackedIds | Sequence[Ids]) -> list[Ids]:
+    """Each list as an array, if it was packed."""
+    if not isinstance(ids, PackedIds):
+        return list(ids)
+    starts = [0, *ids.ends.tolist()]
+    return [ids.flat[start:end] for start, end in pairwise(starts)]
+
+
+def _encode(
+    texts: Sequence[str], check_length: Callable[[int], None], tokenizer: Tokenizer | None
+) -> PackedIds | Sequence[Sequence[int]]:
+    assert tokenizer is not None
+    return pack(tokenizer.encode_batch(texts, check_length=check_length))
+
+
+async def encode_texts(worker: ApiWorker, texts: Sequence[str]) -> list[Ids]:
+    """The ids of each prompt.
 
     Raises:
-        RequestError: there is no tokenizer, a text is no valid Unicode, or too long.
+        RequestError: there is no tokenizer, a text is no valid Unicode, or does not fit the context; where
+            that can be told before tokenizing, it is.
     """
-    tokenizer = worker.require_tokenizer()
-    check_length = worker.settler.check_length if are_prompts else None
-    if are_prompts:
-        worker.settler.check_length(tokenizer.min_ids(max(texts, key=len, default="")), at_least=True)
+    tokenizer, check_length = worker.require_tokenizer(), worker.settler.check_length
+    check_length(tokenizer.min_ids(max(texts, key=len, default="")), at_least=True)
     size = _size(texts)
-    ids: list[list[int]] = []
+    if size > BIG_BYTES:
+        job = partial(_encode, list(texts), check_length)
+        return unpack(await worker.prepare(size, job))
+    ids: list[Ids] = []
     for part in _slices(texts):
-        encode = partial(
-            tokenizer.encode_batch, part, add_special_tokens=add_special_tokens, check_length=check_length
-        )
+        encode = partial(tokenizer.encode_batch, part, check_length=check_length)
         ids += await worker.offload(size, encode)
     return ids
 
 
-async def as_array(worker: ApiWorker, ids: Sequence[int]) -> Sequence[int] | npt.NDArray[Any]:
+async def as_array(worker: ApiWorker, ids: Ids) -> Ids:
     """Long lists as an array, which later checks take at once: [num_ids], of what type the values have.
 
     A list that no prompt can be stays as it is, for `Settler.check_prompt` to refuse.
@@ -76,7 +109,7 @@ async def decode_ids(
 
     def decode(part: Sequence[list[int]]) -> list[str]:
         for ids in part:
-            _check_ids(ids, vocab_size)
+            check_ids(ids, vocab_size)
         return [_decode(detokenizer, ids, skip_special_tokens) for ids in part]
 
     size = _size(lists)
@@ -86,7 +119,8 @@ async def decode_ids(
     return texts
 
 
-def _check_ids(ids: list[int], vocab_size: int) -> None:
+def check_ids(ids: list[int], vocab_size: int) -> None:
+    """Raise a RequestError if one is outside the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         bad = min(ids) if min(ids) < 0 else max(ids)
         raise RequestError(f"tokens: id {bad} is outside the vocabulary of {vocab_size} ids", param="tokens")
