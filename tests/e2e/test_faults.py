@@ -248,6 +248,36 @@ def test_an_engine_that_cannot_go_on_ends_the_server(
     assert ("ZeroDivisionError" if kind == "crash" else "Timeout (0:00:02)") in log
 
 
+def test_a_worker_that_was_stopped_is_replaced_and_others_go_on(tmp_path: Path) -> None:
+    """It cannot end itself; the launcher sees that it stands still, and ends and replaces it."""
+    with running(tmp_path / "log", *FLAGS, "--watchdog-timeout", "2", model=MODEL) as server:
+        stopped, other = (server.workers()[slot] for slot in (0, 1))
+        with server.client_of(stopped) as doomed, server.client_of(other) as client:
+            lost: list[object] = []
+
+            def read() -> None:
+                try:
+                    lost.append(doomed.post("/generate", json=body(3000)).status_code)
+                except httpx.HTTPError as error:
+                    lost.append(error)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            wait_until(lambda: client.get("/server_info").json()["internal_states"][0]["running"] == 1, "it")
+            stopped.suspend()
+            kept = client.post("/generate", json=body(100))
+            assert kept.json()["meta_info"]["completion_tokens"] == 100
+            thread.join(20)
+            assert len(lost) == 1 and isinstance(lost[0], httpx.HTTPError)
+        wait_until(lambda: server.workers().get(0, stopped).pid != stopped.pid, "a successor")
+        gone([stopped])
+        with server.client_of(server.workers()[0]) as client:
+            assert client.post("/generate", json=body(5)).json()["meta_info"]["completion_tokens"] == 5
+        server.assert_live()
+        assert "API worker 0 has not turned for" in server.log.read_text()
+        assert other.pid == server.workers()[1].pid
+
+
 def test_health_answers_while_a_step_lasts(tmp_path: Path) -> None:
     flags = (*BASE, "--max-running-requests", "8", "--null-step-ms", "4000")
     with running(tmp_path / "log", *flags, model=MODEL) as server:

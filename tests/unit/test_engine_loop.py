@@ -14,6 +14,7 @@ from phalanx.core.request import WORKER_SHIFT, EngineRequest
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepOutputs
 from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
+from phalanx.runtime import engine_process
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.engine_process import EngineLoop
 from phalanx.runtime.inproc_channel import InprocChannel
@@ -209,6 +210,31 @@ def test_a_workers_end_aborts_its_requests_alone():
         again = b.submit(1, rid="a0")
         b.wait(lambda: again in b.finish)
         assert b.finish[again] == Finish.LENGTH
+
+
+def test_a_worker_that_is_not_heard_of_loses_its_requests(monkeypatch):
+    """It was stopped, and what waits for it must not grow for ever; another's requests go on."""
+    monkeypatch.setattr(engine_process, "_SILENCE_S", 1.2)
+    with running() as one:
+        stopped, other = one.sides
+        assert other.ask(1, "pause", {"mode": "in_place"}).ok
+        lost, kept = stopped.submit(1, tokens=50), other.submit(1, tokens=50)
+        other.wait(lambda: one.scheduler.stream_ids() == [lost, kept])
+        number = 10
+        while lost in one.scheduler.stream_ids():
+            number += 1
+            other.ask(number, "ping")
+            assert number < 2000
+            time.sleep(0.01)
+        assert other.ask(2, "stats").data["aborted_worker_lost_total"] == 1
+        other.ask(3, "continue")
+        other.wait(lambda: kept in other.finish)
+        assert other.finish[kept] is Finish.LENGTH and other.tokens[kept] == 50
+        stopped.wait(lambda: lost in stopped.finish)  # it is told when it goes on
+        assert stopped.finish[lost] is Finish.ABORT
+        again = stopped.submit(2)
+        stopped.wait(lambda: again in stopped.finish)
+        assert stopped.finish[again] is Finish.LENGTH and other.pages_held(4) == 0
 
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"])

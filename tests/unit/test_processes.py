@@ -14,8 +14,9 @@ import weakref
 import pytest
 
 from phalanx.core.errors import ConfigError
-from phalanx.runtime import collector, launch, workers
+from phalanx.runtime import collector, heartbeat, launch, workers
 from phalanx.runtime.collector import IdleCollector
+from phalanx.runtime.heartbeat import Heartbeat, SilentWorkers
 from phalanx.runtime.run_dir import remove_stale, run_directory
 from phalanx.runtime.workers import WorkerPool
 from phalanx.server.housekeeping import Histogram, Housekeeper
@@ -36,16 +37,20 @@ class Process:
     def poll(self):
         return self.returncode
 
+    def kill(self):
+        self.returncode = -9
+
 
 class Pool:
     """A pool of processes that end when told to, and a clock."""
 
-    def __init__(self, monkeypatch, count):
+    def __init__(self, monkeypatch, count, silence_s=0.0):
         self.clock = Clock()
         monkeypatch.setattr(workers, "time", self.clock)
         self.started: list[tuple[int, int, Process]] = []
         self.dead: list[int] = []
-        self.pool = WorkerPool(count, self.start, self.dead.append)
+        self.beats: dict[int, int] = {}
+        self.pool = WorkerPool(count, self.start, self.dead.append, beat=self.beats.get, silence_s=silence_s)
 
     def start(self, slot, number):
         process = Process()
@@ -103,6 +108,77 @@ def test_deaths_far_apart_are_not_added_up(monkeypatch):
         assert pool.after(31) is None
         assert pool.after(0.2) is None
         assert len(pool.live()) == 1
+
+
+def test_a_worker_that_stands_still_is_killed_and_replaced(monkeypatch):
+    pool = Pool(monkeypatch, 2, silence_s=3)
+
+    def turn(*alive, seconds=0.5):
+        for number in alive:
+            pool.beats[number] = pool.beats.get(number, 0) + 1
+        assert pool.after(seconds) is None
+
+    for _ in range(20):
+        turn()  # before the first beat it loads, for however long
+    for _ in range(20):
+        turn(0, 1)
+    for _ in range(6):
+        turn(0)
+    assert pool.live() == [(0, 0), (1, 1)]
+    turn(0, 1)
+    turn(0, seconds=60)  # the launcher was stopped for a minute: a second of silence at most
+    turn(0, 1)
+    for _ in range(7):
+        turn(0)
+    assert pool.dead == [1]
+    turn(0)
+    assert pool.live() == [(0, 0), (1, 2)]
+    for _ in range(20):
+        turn(0)  # the successor is loading
+    assert pool.live() == [(0, 0), (1, 2)]
+
+
+def test_without_a_watchdog_nobody_is_killed(monkeypatch):
+    pool = Pool(monkeypatch, 1, silence_s=0)
+    pool.beats[0] = 1
+    for _ in range(5000):
+        assert pool.after(1) is None
+    assert pool.live() == [(0, 0)]
+
+
+def test_a_heartbeat_is_seen_in_another_process(tmp_path):
+    theirs, ours = Heartbeat(tmp_path, 3), Heartbeat(tmp_path, 3)
+    assert ours.last() is None
+    theirs.beat()
+    first = ours.last()
+    assert first is not None and Heartbeat(tmp_path, 4).last() is None
+    os.utime(tmp_path / "alive-3", ns=(1, 1))
+    theirs.beat()
+    assert ours.last() > 1
+    ours.remove()
+    assert ours.last() is None and not list(tmp_path.iterdir())
+    tmp_path.rmdir()
+    theirs.beat()  # the directory has gone before the worker
+
+
+def test_silent_workers_are_told_of_once(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
+    silent = SilentWorkers(3)
+
+    def turn(*workers, seconds=1.0):
+        clock.now += seconds
+        silent.heard(workers)
+        return silent.look()
+
+    assert turn(0, 1) == [] and turn(0) == [] and turn(0) == []
+    assert turn(0) == [1] and turn(0) == []
+    assert turn(0, 1) == [] and turn(0, 1) == []  # it is back
+    assert turn(seconds=600) == []  # the engine itself was stopped, or had a long step
+    assert turn(0, 1, seconds=600) == []
+    silent.ended(1)
+    assert [turn() for _ in range(5)] == [[], [], [0], [], []]
+    assert turn(0, seconds=0.1) == []
 
 
 def test_run_directory_is_private_and_removed(tmp_path):

@@ -1,7 +1,8 @@
 """The engine process: `python -m phalanx.runtime.engine_process`, started by `launch`.
 
 One loop: take what the API workers sent, run a step, send each worker its arrays. Tokens are never waited for
-by anyone else; a worker that does not read cannot slow it (its pipe is unbounded).
+by anyone else; a worker that does not read cannot slow it (its pipe is unbounded). One that was not heard of
+for half a minute has its sequences ended, so that what waits in its pipe does not grow for ever.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from phalanx.messages import Abort, Control, ControlReply, EngineReady, Message,
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.channels import EngineChannel
 from phalanx.runtime.collector import IdleCollector, settle_heap
+from phalanx.runtime.heartbeat import SilentWorkers
 from phalanx.runtime.process import die_with_parent, setup_logging, tame_libraries
 from phalanx.runtime.profiling import StepProfiler
 from phalanx.runtime.progress import ProgressLog
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 PAUSE_MODES = ("abort", "in_place")
 _IDLE_WAIT_MS = 100
+_SILENCE_S = 30.0  # as long as a client may read nothing
 
 
 class EngineLoop:
@@ -61,6 +64,7 @@ class EngineLoop:
         self._profiler = StepProfiler(settings.engine.device)
         self._collector = IdleCollector()
         self._watchdog = Watchdog(settings.server.watchdog_timeout_s)
+        self._silent = SilentWorkers(_SILENCE_S)
 
     def stop(self) -> None:
         """End the loop after the step in hand."""
@@ -72,6 +76,8 @@ class EngineLoop:
             self._watchdog.alive()
             busy = self._worker.busy and not self._paused
             self._take(self._channel.recv(0 if busy else _IDLE_WAIT_MS))
+            for silent in self._silent.look():
+                self._lose(silent, "does not answer")
             if self._worker.busy and not self._paused:
                 self._send(self._worker.step())
                 self._worker.sent()
@@ -88,6 +94,7 @@ class EngineLoop:
     def _take(self, messages: list[tuple[int, Message]]) -> None:
         """Handle what has come together."""
         late: list[EngineRequest] = []
+        self._silent.heard(worker_id for worker_id, _ in messages)
         for worker_id, message in messages:
             if isinstance(message, Submit):
                 late += [request for request in message.requests if not self._add(request)]
@@ -130,16 +137,20 @@ class EngineLoop:
     def _answer(self, worker_id: int, message: Control) -> None:
         if message.op == "worker_ended":  # from the launcher, which waits for no answer
             ended = message.args["worker"]
-            streams = [s for s in self._worker.scheduler.stream_ids() if s >> WORKER_SHIFT == ended]
-            logger.warning("API worker %d has ended: aborting its %d sequences", ended, len(streams))
-            self._num_lost += len(streams)
-            self._abort(streams)
+            self._silent.ended(ended)
+            self._lose(ended, "has ended")
             self._greet(ended)
             return
         if message.op == "hello":
             self._greet(worker_id)
         ok, data = self._control(message)
         self._channel.send(worker_id, ControlReply(id=message.id, ok=ok, data=data))
+
+    def _lose(self, worker_id: int, why: str) -> None:
+        streams = [s for s in self._worker.scheduler.stream_ids() if s >> WORKER_SHIFT == worker_id]
+        logger.warning("API worker %d %s: aborting its %d sequences", worker_id, why, len(streams))
+        self._num_lost += len(streams)
+        self._abort(streams)
 
     def _greet(self, worker_id: int) -> None:
         """Tell a worker that the engine is ready; all of the first ones at once, when the last is there.

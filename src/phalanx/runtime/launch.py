@@ -27,6 +27,7 @@ from phalanx.config.cli import build_parser
 from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.runtime.channels import LauncherChannel
+from phalanx.runtime.heartbeat import Heartbeat
 from phalanx.runtime.models import check_tokenizer, settle_settings
 from phalanx.runtime.process import notify_supervisor, raise_file_limit, setup_logging
 from phalanx.runtime.run_dir import run_directory
@@ -39,6 +40,7 @@ _POLL_S = 0.1
 _LAST_WORDS_S = 10.0  # beyond --shutdown-timeout: aborted requests are told, the last bytes are read
 _KILL_S = 5.0
 _MIN_FILES = 256
+_LATER, _LATER_S = 1.1, 1.0  # a worker's own watchdog goes first, since it says where the worker hangs
 _WORKER_MODULE = "phalanx.server"
 ENGINE_MODULE = "phalanx.runtime.engine_process"
 
@@ -109,7 +111,19 @@ class Launcher:
         try:
             self._engine = self._spawn(self._engine_module, [])
             count = self._settings.server.api_workers
-            self._workers = WorkerPool(count, self._start_worker, channel.worker_ended)
+            timeout_s = self._settings.server.watchdog_timeout_s
+
+            def on_death(number: int) -> None:
+                channel.worker_ended(number)
+                Heartbeat(self._run_dir, number).remove()
+
+            self._workers = WorkerPool(
+                count,
+                self._start_worker,
+                on_death,
+                beat=lambda number: Heartbeat(self._run_dir, number).last(),
+                silence_s=timeout_s and timeout_s * _LATER + _LATER_S,
+            )
             return self._watch(self._engine, self._workers)
         finally:
             self._end_all()

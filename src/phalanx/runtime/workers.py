@@ -14,6 +14,7 @@ _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _LONG_LIFE_S = 30.0  # a worker that lived for longer was not killed by what killed the one before it
 _MAX_SHORT_LIVES = 5
+_LONGEST_TURN_S = 1.0  # of silence counted between two checks: a launcher that was stopped blames nobody
 
 Start = Callable[[int, int], "subprocess.Popen[bytes]"]
 
@@ -23,7 +24,8 @@ class _Slot:
     """One of the places that are always to be filled.
 
     number: of the process that has the place, or had it last. short_lives: deaths in a row, each soon after
-    the start. due_s: when the next process is to be started (monotonic), None while one runs.
+    the start. due_s: when the next process is to be started (monotonic), None while one runs. beat: the last
+    one. silent_s: checks have seen no other since.
     """
 
     number: int
@@ -31,6 +33,8 @@ class _Slot:
     started_s: float
     short_lives: int = 0
     due_s: float | None = None
+    beat: int | None = None
+    silent_s: float = 0.0
 
 
 class WorkerPool:
@@ -42,10 +46,23 @@ class WorkerPool:
     Args:
         start: starts the process of a worker; takes its slot, 0 to count - 1, and its number.
         on_death: takes the number of a worker that has ended.
+        beat: takes a worker's number; what it returns changes while the worker turns; None before it did.
+        silence_s: a worker whose beat stands still for longer is killed; 0 for never.
     """
 
-    def __init__(self, count: int, start: Start, on_death: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        start: Start,
+        on_death: Callable[[int], None],
+        *,
+        beat: Callable[[int], int | None],
+        silence_s: float,
+    ) -> None:
         self._start = start
+        self._beat = beat
+        self._silence_s = silence_s
+        self._checked_s = time.monotonic()
         self._on_death = on_death
         self._slots = [_Slot(i, start(i, i), time.monotonic()) for i in range(count)]
         self._next_number = count
@@ -57,7 +74,11 @@ class WorkerPool:
 
     def check(self) -> int | None:
         """Replace what has died. Returns the exit code of a worker that keeps dying, else None."""
+        now = time.monotonic()
+        passed_s, self._checked_s = min(now - self._checked_s, _LONGEST_TURN_S), now
         for i, slot in enumerate(self._slots):
+            if self._silence_s and slot.due_s is None:
+                self._listen(i, slot, passed_s)
             if slot.due_s is None and slot.process.poll() is not None:
                 self._bury(i, slot)
                 if slot.short_lives > _MAX_SHORT_LIVES:
@@ -66,6 +87,17 @@ class WorkerPool:
             if slot.due_s is not None and time.monotonic() >= slot.due_s:
                 self._revive(i, slot)
         return None
+
+    def _listen(self, i: int, slot: _Slot, passed_s: float) -> None:
+        beat = self._beat(slot.number)
+        if beat is None or beat != slot.beat:
+            slot.beat, slot.silent_s = beat, 0.0
+            return
+        slot.silent_s += passed_s
+        if slot.silent_s > self._silence_s and slot.process.poll() is None:
+            logger.error("API worker %d has not turned for %.0f s: killing it", i, slot.silent_s)
+            slot.silent_s = 0.0
+            slot.process.kill()
 
     def _bury(self, i: int, slot: _Slot) -> None:
         self._on_death(slot.number)
@@ -83,5 +115,6 @@ class WorkerPool:
 
     def _revive(self, i: int, slot: _Slot) -> None:
         slot.number, slot.due_s = self._next_number, None
+        slot.beat, slot.silent_s = None, 0.0
         self._next_number += 1
         slot.process, slot.started_s = self._start(i, slot.number), time.monotonic()

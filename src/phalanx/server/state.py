@@ -16,6 +16,7 @@ from phalanx.core.request import WORKER_SHIFT
 from phalanx.core.settle import Settler
 from phalanx.messages import Control
 from phalanx.runtime.channels import WorkerEnd
+from phalanx.runtime.heartbeat import Heartbeat
 from phalanx.server.engine_client import EngineClient
 from phalanx.server.housekeeping import Histogram, Housekeeper
 from phalanx.server.logprobs import TokenTexts
@@ -220,10 +221,17 @@ def build_api_worker(
     texts = TokenTexts(None)
     if tokenizer is not None:
         texts = TokenTexts(tokenizer.id_to_bytes, tokenizer.special_ids)
+    heartbeat = None if run_dir is None else Heartbeat(run_dir, worker_id)
+
+    def on_tick() -> None:
+        worker.publish_metrics()
+        if heartbeat is not None:
+            heartbeat.beat()
+
     housekeeper = Housekeeper(
         is_idle=lambda: not dispatcher.num_streams,
         watchdog_timeout_s=settings.server.watchdog_timeout_s,
-        on_tick=lambda: worker.publish_metrics(),
+        on_tick=on_tick,
     )
     worker = ApiWorker(
         settings=settings,
