@@ -13,7 +13,10 @@ setup: $(STAMP) ## create .venv and install Phalanx with its test tools
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: creating $(VENV) and installing torch, transformers and the test tools (some GB, minutes)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "setup: %s is Python %d.%d, 3.11 or newer is needed: make ... PYTHON=python3.12" \
+	  % (sys.executable, *sys.version_info[:2]))'
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev,plot]"
 	touch $(STAMP)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 
 from phalanx.core.version import VERSION
 
@@ -32,11 +33,25 @@ def _usage() -> str:
     return "usage: phalanx [--version] COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n"
 
 
+def _unknown(prog: str, name: str, known: Iterable[str]) -> int:
+    """Refuse a command that does not exist, in one line."""
+    print(
+        f"{prog}: error: no command {name!r}; there are {', '.join(known)} (see {prog} --help)",
+        file=sys.stderr,
+    )
+    return 2
+
+
 def _bench(argv: list[str]) -> int:
-    if not argv or argv[0] not in _BENCHES:
+    asked = argv[:1] in (["-h"], ["--help"])
+    if argv and argv[0] not in _BENCHES and not asked:
+        return _unknown("phalanx bench", argv[0], _BENCHES)
+    if not argv or asked:
         lines = "\n".join(f"  {name:<12} {text}" for name, (_, text) in _BENCHES.items())
-        print(f"usage: phalanx bench NAME ...\n\nbenchmarks:\n{lines}", file=sys.stderr)
-        return 0 if argv in (["-h"], ["--help"]) else 2
+        print(
+            f"usage: phalanx bench NAME ...\n\nbenchmarks:\n{lines}", file=sys.stdout if asked else sys.stderr
+        )
+        return 0 if asked else 2
     module = importlib.import_module(_BENCHES[argv[0]][0])
     return _run(module, f"phalanx bench {argv[0]}", argv[1:])
 
@@ -81,5 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         print(VERSION)
         return 0
     asked = command in ("-h", "--help")
+    if command and not asked:
+        return _unknown("phalanx", command, _COMMANDS)
     print(_usage(), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2

@@ -162,6 +162,10 @@ SAMPLING_REFUSED = [
     ("structural_tag", "{}"),
     ("custom_params", {"x": 1}),
     ("watermark", True),
+    ("max_tokens", 4),  # names of other APIs
+    ("max_completion_tokens", 4),
+    ("min_tokens", 1),
+    ("seed", 0),
 ]
 GENERATE_REFUSED = [
     ("input_embeds", [[0.5]]),

@@ -117,7 +117,9 @@ def test_put_works_and_other_methods_do_not(client):
     assert client.put("/generate", json={"text": "x"}).status_code == 200
     error_of(client.get("/generate"), 405)
     error_of(client.delete("/v1/models"), 405)
-    error_of(client.get("/nowhere"), 404)
+    for path in ("/nowhere", "/chat/completions"):
+        error = error_of(client.post(path, json={}), 404)
+        assert f"no route {path}: " in error["message"] and "/v1" in error["message"]
 
 
 def test_batches_give_lists(client, engine):

@@ -210,5 +210,7 @@ def test_command(cache, pip, monkeypatch, capsys):
     add_arguments(parser)
     assert run(parser.parse_args(["small", "--force", "--quiet"])) == 0
     assert capsys.readouterr().out == f"{path}\n"
+    assert run(parser.parse_args(["small"])) == 0
+    assert capsys.readouterr() == (f"{path}\n", "")  # nothing is brought, so nothing says so
     with pytest.raises(SystemExit):
         parser.parse_args(["gpt-5"])

@@ -169,6 +169,8 @@ def test_hub(folder, monkeypatch):
 def test_hub_failures_are_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "could not be had from the hub" in refusal("org/no-such-model-anywhere")
+    mistyped = refusal("smolm2")
+    assert "smollm2, " in mistyped and "llama-3.2-1b" in mistyped and "\n" not in mistyped
 
 
 def test_a_config_that_is_no_json(folder, gguf_path):

@@ -148,6 +148,7 @@ def test_attention_backends_on_a_gpu() -> None:
         ("--device null --null-step-ms 0", "--null-step-ms"),
         ("--device null --null-step-ms inf", "--null-step-ms"),
         ("--stream-interval 0", "--stream-interval"),
+        ("--skip-tokenizer-init --chat-template {{messages}}", "--chat-template"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(flags: str, word: str) -> None:

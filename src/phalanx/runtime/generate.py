@@ -10,10 +10,14 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.config.cli import add_model_arguments
 from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from phalanx.runtime.outputs import Completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file", metavar="FILE", help="prompts, one a line (blank ones are left out); - is standard input"
     )
     parser.add_argument("--chat", action="store_true", help="each prompt is a user message")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate at most")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, help="tokens to generate at most for a prompt"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
     parser.add_argument("--top-k", type=int, default=-1, help="-1 is off")
@@ -68,7 +74,19 @@ def run(args: argparse.Namespace) -> int:
             if len(prompts) > 1:
                 print(f"> {prompt}")
             print(completion.text)
+    _say_what_was_cut([result.outputs[0] for result in results], args.max_new_tokens)
     return 0
+
+
+def _say_what_was_cut(completions: list[Completion], max_new_tokens: int) -> None:
+    """Tell on stderr, so that nobody takes text that ends at a limit for all there was to say."""
+    cut = [c for c in completions if c.finish_reason.kind == "length"]
+    full = sum(len(c.token_ids) < max_new_tokens for c in cut)
+    if len(cut) > full:
+        note = f"stopped at --max-new-tokens {max_new_tokens}; a higher one lets it go on"
+        print(f"phalanx: {len(cut) - full} of {len(completions)} texts {note}", file=sys.stderr)
+    if full:
+        print(f"phalanx: {full} of {len(completions)} texts filled the context", file=sys.stderr)
 
 
 def _read(path: str) -> str:

@@ -205,7 +205,10 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    body = RequestError(str(error.detail), status=error.status_code).body()
+    message = str(error.detail)
+    if error.status_code == 404 and message == "Not Found":  # the router's: it knew no such path
+        message = f"no route {request.url.path[:200]}: OpenAI's are under /v1, and /docs lists all"
+    body = RequestError(message, status=error.status_code).body()
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

@@ -9,8 +9,13 @@ from msgspec import UNSET
 from phalanx.core.errors import RequestError
 from phalanx.core.request import LogprobParams
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.server.errors import refuse_unsupported
-from phalanx.server.schema_generate import UNSUPPORTED_SAMPLING, GenerateBody, SamplingFields
+from phalanx.server.errors import refuse_unsupported, unsupported
+from phalanx.server.schema_generate import (
+    MISNAMED_SAMPLING,
+    UNSUPPORTED_SAMPLING,
+    GenerateBody,
+    SamplingFields,
+)
 from phalanx.server.schema_openai import ChatBody, CompletionBody
 
 MAX_ASKED_IDS = 1024  # of token_ids_logprob
@@ -39,11 +44,14 @@ def sampling_from_generate(fields: SamplingFields | None) -> SamplingParams:
     """SGLang's `sampling_params` as SamplingParams, not range-checked.
 
     Raises:
-        RequestError: a field that is known and not supported.
+        RequestError: a field that is known and not supported, or another API's name for one that is.
     """
     if fields is None:
         return SamplingParams()
     refuse_unsupported(fields, UNSUPPORTED_SAMPLING)
+    for name, ours in MISNAMED_SAMPLING.items():
+        if getattr(fields, name) is not None:
+            raise unsupported(name, why=f"in sampling_params it is called {ours}")
     values = _common(fields)
     if fields.max_new_tokens is not UNSET:
         values["max_new_tokens"] = fields.max_new_tokens

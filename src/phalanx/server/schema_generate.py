@@ -16,6 +16,13 @@ UNSUPPORTED_SAMPLING = (
     "custom_params",
     "watermark",
 )
+MISNAMED_SAMPLING = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+"""Names of other APIs for our sampling parameters: refused, as in SGLang, rather than ignored."""
 UNSUPPORTED = (
     "input_embeds",
     "image_data",
@@ -64,6 +71,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
     custom_params: Any = None
     watermark: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    min_tokens: Any = None
+    seed: Any = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
