@@ -1,4 +1,6 @@
-"""`phalanx serve` with an engine that fails: python -m tests.e2e.faulty_server KIND AT_STEP FLAGS...
+"""`phalanx serve` with an engine that fails: python -m tests.e2e.faulty_server KIND TRIGGER FLAGS...
+
+The first step that is launched when the file TRIGGER is there fails, and no other.
 
 KIND "engine-error": the step's result cannot be had, as after a failed kernel on a CPU. "crash": the engine's
 loop raises what nobody expects. "hang": the step never ends.
@@ -18,7 +20,7 @@ from phalanx.runtime import engine_process, launch
 from phalanx.runtime.models import settle_settings
 from phalanx.runtime.run_dir import run_directory
 
-_KIND, _AT = "PHALANX_TEST_FAULT", "PHALANX_TEST_FAULT_AT"
+_KIND, _TRIGGER = "PHALANX_TEST_FAULT", "PHALANX_TEST_FAULT_TRIGGER"
 
 
 class FailingHandle:
@@ -31,15 +33,15 @@ class FailingHandle:
 
 
 def break_engine() -> None:
-    """Make step AT_STEP of the null engine fail, and no other."""
-    launch_step, at, num_steps = null.NullEngine.launch, int(os.environ[_AT]), 0
+    """Make one step of the null engine fail."""
+    launch_step, trigger, has_failed = null.NullEngine.launch, os.environ[_TRIGGER], False
 
     def launch_or_fail(self: null.NullEngine, plan: StepPlan) -> object:
-        nonlocal num_steps
-        num_steps += 1
+        nonlocal has_failed
         handle = launch_step(self, plan)
-        if num_steps != at:
+        if has_failed or not os.path.exists(trigger):
             return handle
+        has_failed = True
         if os.environ[_KIND] == "crash":
             raise ZeroDivisionError("nobody expects this")
         return FailingHandle()
@@ -51,7 +53,7 @@ def main() -> int:
     if "--ipc-dir" in sys.argv:  # started by the launcher below
         break_engine()
         return engine_process.main()
-    os.environ[_KIND], os.environ[_AT], *flags = sys.argv[1:]
+    os.environ[_KIND], os.environ[_TRIGGER], *flags = sys.argv[1:]
     args = build_parser().parse_args(flags)
     launch.setup_logging(args.log_level, "launch")
     listener = launch.bind(args.host, args.port)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -209,16 +210,19 @@ def test_two_hundred_clients_that_leave(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-def faulty(kind: str, at_step: int) -> tuple[str, ...]:
-    return ("tests.e2e.faulty_server", kind, str(at_step))
+def faulty(kind: str, trigger: Path) -> tuple[str, ...]:
+    return ("tests.e2e.faulty_server", kind, str(trigger))
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(tmp_path: Path) -> None:
-    module = faulty("engine-error", 40)
+    trigger = tmp_path / "now"
+    module = faulty("engine-error", trigger)
     with running(tmp_path / "log", *FLAGS, model=MODEL, module=module) as server:
         hit = [Client(server, 3000, is_stream=i % 2 == 0) for i in range(8)]
         wait_until(lambda: server.stats()["running"] == 8, "all to run")
         waits = Client(server, 20, is_stream=True)
+        wait_until(lambda: server.stats()["queued"] == 1, "one to wait")
+        trigger.touch()
         join([*hit, waits], 30)
         assert [client.status for client in hit] == [200, 500] * 4
         for client in hit:
@@ -226,7 +230,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(tmp_path: Path) -> No
         assert waits.status == 200 and waits.last == "data: [DONE]" and waits.num_tokens() == 20
         server.assert_live()
         log = server.log.read_text()
-        assert "step 40 failed; its requests end with an error" in log
+        assert re.search(r"step \d+ failed; its requests end with an error", log)
         assert server.process.poll() is None
 
 
@@ -234,9 +238,12 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(tmp_path: Path) -> No
 def test_an_engine_that_cannot_go_on_ends_the_server(
     tmp_path: Path, kind: str, flags: tuple[str, ...]
 ) -> None:
-    server = start(tmp_path / "log", *FLAGS, *flags, model=MODEL, module=faulty(kind, 40))
+    trigger = tmp_path / "now"
+    server = start(tmp_path / "log", *FLAGS, *flags, model=MODEL, module=faulty(kind, trigger))
     children = server.children()
     clients = [Client(server, 3000, is_stream=i % 2 == 0) for i in range(12)]
+    wait_until(lambda: server.stats()["running"] + server.stats()["queued"] == 12, "all to be there")
+    trigger.touch()
     join(clients, 30)
     assert {client.status for client in clients} <= {200, 503}
     for client in clients:
