@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import httpx
@@ -424,6 +425,11 @@ def test_body_too_large(tmp_path, tmp_path_factory):
     with running(tmp_path_factory.mktemp("run"), settings) as server:
         for path in ("/generate", "/tokenize"):
             error_of(httpx.post(server.url + path, json={"text": "x" * 2000}), 413)
+            error_of(httpx.post(server.url + path, content=iter([b"x" * 2000])), 413)  # it names no length
+            with socket.create_connection(("127.0.0.1", server.port)) as sock:
+                sock.settimeout(10)
+                sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n".encode())
+                assert sock.recv(1000).startswith(b"HTTP/1.1 413")  # before any of it has come
         assert httpx.post(f"{server.url}/generate", json={"text": "x"}).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""Who may use the server: the API key, and the origins of web pages."""
+"""Who may use the server: the API key, the origins of web pages, and how much a request may announce."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx.config.groups import ServerConfig
 from phalanx.core.errors import RequestError
+from phalanx.server.errors import body_too_large
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -27,6 +28,7 @@ class Access:
 
     def __init__(self, server: ServerConfig) -> None:
         self._key = None if server.api_key is None else server.api_key.encode()
+        self._max_body_bytes = server.max_body_bytes
         origins = server.cors_allow_origins
         self._origins = None if origins == ("*",) else frozenset(origin.encode() for origin in origins)
 
@@ -38,6 +40,12 @@ class Access:
         # Compared in constant time: how far a guess is right must not show.
         if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._key):
             raise RequestError("a valid API key is required", status=401, code="invalid_api_key")
+
+    def check_size(self, scope: dict[str, Any]) -> None:
+        """Raise a 413 if the request announces a body that is too large, before any of it is read."""
+        length = _header(scope, b"content-length")
+        if length is not None and length.isdigit() and int(length) > self._max_body_bytes:
+            raise body_too_large(self._max_body_bytes)
 
     def check_origin(self, scope: dict[str, Any]) -> None:
         """Raise a 403 if a web page of a foreign origin sends the request."""

@@ -85,6 +85,7 @@ class Application:
             self._access.check_origin(scope)
             if path not in HEALTH_PATHS and path not in PAGE_PATHS:
                 self._access.check_key(scope)
+            self._access.check_size(scope)
         except RequestError as error:
             response = Response(send, headers)
             response.write_error(error)

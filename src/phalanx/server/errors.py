@@ -59,6 +59,11 @@ def _asks(value: Any) -> bool:
     return value not in _NOTHING
 
 
+def body_too_large(max_bytes: int) -> RequestError:
+    """The 413."""
+    return RequestError(f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large")
+
+
 def unsupported(name: str, what: str = "", why: str = "") -> RequestError:
     """The 400 for a known field that cannot be honoured."""
     message = f"{name} {what}".strip() + " is not supported" + (f": {why}" if why else "")

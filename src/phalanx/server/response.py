@@ -20,6 +20,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from phalanx.core.errors import RequestError
+from phalanx.server.errors import body_too_large
 
 logger = logging.getLogger(__name__)
 _encoder = msgspec.json.Encoder()
@@ -234,9 +235,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
         part = message.get("body", b"")
         num_bytes += len(part)
         if num_bytes > max_bytes:
-            raise RequestError(
-                f"the body is larger than {max_bytes} bytes", status=413, code="body_too_large"
-            )
+            raise body_too_large(max_bytes)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
