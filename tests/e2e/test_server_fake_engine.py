@@ -404,6 +404,18 @@ def test_too_many_logprobs_are_refused(client, engine):
     assert client.post("/generate", json={**body, "top_logprobs_num": 20}).status_code == 200
 
 
+def test_more_logprobs_of_prompts_than_one_answer_may_hold_are_refused(client, engine):
+    """One small body could ask for gigabytes."""
+    fields = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 250}
+    body = {"input_ids": [1] * 60, **fields, "sampling_params": {"n": 200, "max_new_tokens": 1}}
+    error = error_of(client.post("/generate", json=body), 400)
+    assert error["code"] == "too_many_logprobs" and str(2**21) in error["message"]
+    echo = {"prompt": [1] * 60, "echo": True, "logprobs": 20, "n": 1024, "max_tokens": 0}
+    many = error_of(client.post("/v1/completions", json={**echo, "prompt": [[1] * 60] * 2}), 400)
+    assert many["code"] == "too_many_logprobs"
+    assert engine.seen == []
+
+
 def test_unknown_fields_and_empty_wishes_are_ignored(client):
     body = {"lora_path": None, "image_data": [], "brand_new": {"x": 1}, "return_hidden_states": False}
     assert generate(client, {"max_new_tokens": 1, "also_new": 1, "regex": None}, **body)["text"] == "a"

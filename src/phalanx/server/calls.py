@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import RequestError
-from phalanx.core.request import LogprobParams
+from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.server.errors import renamed
-from phalanx.server.logprobs import LogprobLog
+from phalanx.server.logprobs import MAX_ENTRIES, LogprobLog, too_many
 from phalanx.server.pace import Pace
 from phalanx.server.response import Receive, Response, wait_disconnect
 from phalanx.server.sessions import Call, Form, OutputStream
@@ -83,7 +83,7 @@ async def make_streams(
         RequestError: any prompt or parameter is wrong; the whole call is refused.
     """
     pace = Pace()
-    num_logprobs = 0
+    num_logprobs = num_entries = 0
     for ask in asks:
         try:
             # An absurd n is refused by `settle`, which checks all parameters; its ids are not drawn first.
@@ -95,6 +95,9 @@ async def make_streams(
         if ask.logprobs is not None:
             num_logprobs += len(requests) * (ask.logprobs.top_k + len(ask.logprobs.token_ids))
             _check_logprobs(num_logprobs)
+            num_entries += sum(map(_certain_logprobs, requests))
+            if num_entries > MAX_ENTRIES:
+                raise too_many(num_entries)
         prompt_rid = ask.rid or uuid.uuid4().hex
         for i, request in enumerate(requests):
             rid = prompt_rid if len(requests) == 1 else f"{prompt_rid}_{i}"
@@ -112,6 +115,14 @@ async def make_streams(
                 )
             )
             await pace.breathe()
+
+
+def _certain_logprobs(request: EngineRequest) -> int:
+    """How many log-probabilities the request will have at least: those of its prompt."""
+    wanted = request.logprobs
+    if wanted is None or wanted.prompt_start < 0:
+        return 0
+    return (len(request.input_ids) - max(wanted.prompt_start, 1)) * (1 + wanted.top_k + len(wanted.token_ids))
 
 
 def _check_logprobs(num_logprobs: int) -> None:

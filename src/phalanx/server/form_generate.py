@@ -35,6 +35,7 @@ class GenerateForm:
     """
 
     fails_whole = False
+    repeats_logprobs = True
 
     def __init__(
         self,

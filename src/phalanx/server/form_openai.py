@@ -107,6 +107,7 @@ class OpenAIForm:
     """
 
     fails_whole = True
+    repeats_logprobs = False
 
     def __init__(
         self, envelope: Envelope, choices: ChoiceForm, usage: UsageForm, *, with_ids: bool = False

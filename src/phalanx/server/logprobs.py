@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from phalanx.core.errors import RequestError
 from phalanx.core.step import TokenLogprobs
 
 
@@ -27,10 +28,27 @@ class Positions:
 
 @dataclass(slots=True)
 class LogprobLog:
-    """Of the prompt, from the first position that has one, and of the output."""
+    """Of the prompt, from the first position that has one, and of the output.
+
+    num_entries: log-probabilities in both, the alternatives and asked-for ids included.
+    """
 
     prompt: Positions = field(default_factory=Positions)
     output: Positions = field(default_factory=Positions)
+    num_entries: int = 0
+
+
+# Of all sequences of one HTTP request: each takes some 120 bytes here, and more while an answer is written.
+MAX_ENTRIES = 2**21
+
+
+def too_many(num_entries: int) -> RequestError:
+    """The 400 for a request whose log-probabilities are more than one answer may hold."""
+    return RequestError(
+        f"the request asks for {num_entries} or more log-probabilities, at all positions of all its outputs "
+        f"together; at most {MAX_ENTRIES} are allowed",
+        code="too_many_logprobs",
+    )
 
 
 def record(logprobs: TokenLogprobs, find: Callable[[int], Positions | None]) -> None:

@@ -80,6 +80,7 @@ class Call:
         rid: the client's name for all of it, if it gave one.
         streams: its sequences, by index.
         num_open: sequences not finished yet.
+        num_logprobs: log-probabilities of all its sequences so far, alternatives included.
         waiting: sequences with something to say that a blocked response could not take.
         answering: writes a whole answer that is long.
         is_logged: `--log-requests` includes it.
@@ -91,6 +92,7 @@ class Call:
     rid: str | None = None
     streams: list[OutputStream] = field(default_factory=list)
     num_open: int = 0
+    num_logprobs: int = 0
     waiting: dict[int, OutputStream] = field(default_factory=dict)
     answering: asyncio.Task[None] | None = None
     is_logged: bool = True
@@ -114,6 +116,9 @@ class Form(Protocol):
 
     fails_whole: bool
     """One failed sequence fails the whole response (OpenAI), or is told in its place (SGLang)."""
+
+    repeats_logprobs: bool
+    """Every event has log-probabilities again that earlier ones had."""
 
     def chunk(self, stream: OutputStream) -> bytes:
         """Events for what `stream` has not told yet, its end included; may be empty."""

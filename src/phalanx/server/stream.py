@@ -19,7 +19,7 @@ from phalanx.server.backlog import Backlog, joined
 from phalanx.server.errors import error_event
 from phalanx.server.lanes import SilentLane
 from phalanx.server.latencies import Latencies
-from phalanx.server.logprobs import Positions, record
+from phalanx.server.logprobs import MAX_ENTRIES, Positions, record, too_many
 from phalanx.server.pace import Pace
 from phalanx.server.response import encode_json
 from phalanx.server.sessions import Call, OutputStream
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MANY_STREAMS = 128  # a call with more is answered in slices
 _SLICE_S = 0.02
+_ENTRIES_PER_TOKEN = 8192  # repeated log-probabilities that an event may hold for each of its new tokens
 _LANE_WRITES = 64  # tokens that take the short way between two looks at the clock: about half a millisecond
 
 
@@ -222,14 +223,32 @@ class Dispatcher:
 
     def _record(self, step: StepOutputs, logprobs: TokenLogprobs, *, is_prompt: bool) -> None:
         stream_ids = step.stream_ids.tolist()
+        excessive: set[int] = set()
 
         def find(row: int) -> Positions | None:
             stream = self._streams.get(stream_ids[row])
-            if stream is None or stream.logprobs is None:
+            if stream is None or stream.logprobs is None or stream.request.logprobs is None:
                 return None
-            return stream.logprobs.prompt if is_prompt else stream.logprobs.output
+            wanted, log = stream.request.logprobs, stream.logprobs
+            num_entries = 1 + wanted.top_k + len(wanted.token_ids)
+            log.num_entries += num_entries
+            stream.call.num_logprobs += num_entries
+            if stream.call.num_logprobs > MAX_ENTRIES:
+                excessive.add(stream.stream_id)
+                return None
+            return log.prompt if is_prompt else log.output
 
         record(logprobs, find)
+        for stream_id in excessive:
+            self._end_excessive(stream_id)
+
+    def _end_excessive(self, stream_id: int) -> None:
+        """End a stream whose request has more log-probabilities than one answer may hold."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:  # else it went with a stream of the same request
+            self._release([stream])
+            stream.error = (400, too_many(stream.call.num_logprobs).message)
+            self._guarded(stream, [], Finish.ERROR)
 
     def _guarded(self, stream: OutputStream, ids: list[int], finish: int) -> None:
         """A fault in one stream ends that stream alone."""
@@ -268,7 +287,11 @@ class Dispatcher:
             self._write(call, (stream,))
 
     def _interval_of(self, stream: OutputStream) -> int:
-        return stream.interval or self._interval
+        interval = stream.interval or self._interval
+        if stream.logprobs is not None and stream.call.form.repeats_logprobs:
+            # Megabytes again for each token would hold up all others.
+            interval = max(interval, stream.logprobs.num_entries // _ENTRIES_PER_TOKEN)
+        return interval
 
     def _end(self, stream: OutputStream, reason: FinishReason, finish: int) -> None:
         stream.finish = reason
