@@ -17,6 +17,7 @@ LATENCIES = {
     "whole request": "sglang:e2e_request_latency_seconds",
     "in the queue": "sglang:queue_time_seconds",
 }
+PROBES = ("/health", "/health_generate", "/ready", "/ping")
 
 
 class Scrape:
@@ -73,7 +74,7 @@ class Figures:
 
     step_s, between_steps_s: means; idle_share: of the time between the answers, an estimate from above.
     latencies: by their names here. workers: (number, streams, lag). causes: aborted sequences by cause.
-    errors: HTTP responses from 400 on, in all.
+    errors: HTTP responses from 400 on, in all, without those to probes: they ask while the model loads.
     """
 
     model: str
@@ -116,6 +117,7 @@ def figures(now: Scrape, before: Scrape, window: Scrape) -> Figures:
     causes = {cause: now.get(name, cause=cause) or 0.0 for cause in now.labels(name, "cause")}
     responses = "sglang:http_responses_total"
     codes = [code for code in now.labels(responses, "status_code") if code >= "400"]
+    routes = [route for route in now.labels(responses, "endpoint") if route not in PROBES]
     return Figures(
         model=", ".join(models) or "?",
         engine_up=up != 0,
@@ -135,7 +137,7 @@ def figures(now: Scrape, before: Scrape, window: Scrape) -> Figures:
         between_steps_s=_mean(now, before, "phalanx:host_time_between_steps_seconds"),
         between_steps=quantiles(now, window, "phalanx:host_time_between_steps_seconds"),
         idle_share=_rate(now, before, "phalanx:gpu_idle_seconds_total"),
-        errors=sum(now.get(responses, status_code=code) or 0.0 for code in codes),
+        errors=sum(now.get(responses, status_code=c, endpoint=r) or 0.0 for c in codes for r in routes),
         latencies={title: quantiles(now, window, metric) for title, metric in LATENCIES.items()},
         workers=[
             _worker(now, window, number) for number in now.labels("phalanx:api_worker_streams", "worker")

@@ -166,6 +166,11 @@ def test_hub(folder, monkeypatch):
     assert calls[2][0] == "org/tok" and calls[2][2] is None
 
 
+def test_a_mistyped_shape_or_tokenizer_is_told_the_names():
+    with pytest.raises(ModelError, match=r"smolm2 is no path and no name known here \(smollm2, .*tiny-llama"):
+        resolve_source("smolm2", load_format="dummy")  # as `bench serving --tokenizer` asks
+
+
 def test_hub_failures_are_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "could not be had from the hub" in refusal("org/no-such-model-anywhere")

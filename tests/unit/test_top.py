@@ -45,6 +45,7 @@ NOW = 'phalanx:engine_up{model_name="m"} 1\nsglang:num_running_reqs{model_name="
         'sglang:http_responses_total{endpoint="/a",status_code="200"} 8\n',
         'sglang:http_responses_total{endpoint="/a",status_code="400"} 2\n',
         'sglang:http_responses_total{endpoint="/b",status_code="503"} 1\n',
+        'sglang:http_responses_total{endpoint="/health",status_code="503"} 600\n',
     )
 )
 

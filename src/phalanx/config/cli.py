@@ -143,7 +143,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=30000, help="port to listen on; 0 takes a free one")
     group.add_argument(
         "--api-key",
-        help="demanded as a bearer token on every route but /health; $PHALANX_API_KEY keeps it out of ps",
+        help="demanded as a bearer token on every route but /health, /ready, /ping and the page at /; "
+        "$PHALANX_API_KEY keeps it out of ps",
     )
     group.add_argument(
         "--cors-allow-origins",

@@ -80,7 +80,8 @@ def _find(
     if is_local:
         raise ModelError(f"no file or folder {path}")
     if load_format == "dummy" and "/" not in model:
-        raise ModelError(f"{model} is no built-in shape; known: {', '.join(sorted(BUILTIN_CONFIGS))}")
+        known = ", ".join([*PULLED_MODELS, *sorted(BUILTIN_CONFIGS)])
+        raise ModelError(f"{model} is no path and no name known here ({known})")
     patterns = _CONFIG_FILES + _TOKENIZER_FILES + ([] if load_format == "dummy" else _WEIGHT_FILES)
     return _find_in_folder(_from_hub(model, patterns, revision, cache_dir), load_format)
 
