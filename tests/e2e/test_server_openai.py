@@ -367,6 +367,7 @@ def check_error(reply, status, param):
 
 @pytest.mark.parametrize(("fields", "param"), CHAT_BAD, ids=lambda x: str(x)[:50])
 def test_bad_chats(http, engine, fields, param):
+    """B43: OpenAI's error body; unknown fields are in test_harmless_wishes_are_accepted."""
     body = {k: v for k, v in {"messages": USER, **fields}.items() if v is not None}
     check_error(http.post("/v1/chat/completions", json=body), 400, param)
     assert engine.seen == []
@@ -408,6 +409,7 @@ def test_tools_are_refused_with_the_reason(http):
 
 
 def test_unknown_model(client):
+    """B43: a 404."""
     with pytest.raises(openai.NotFoundError) as caught:
         chat(client, model="gpt-4")
     assert caught.value.code == "model_not_found" and "gpt-4" in caught.value.message

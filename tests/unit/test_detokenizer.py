@@ -71,6 +71,7 @@ def test_texts_token_by_token(family: str, text: str) -> None:
 
 @pytest.mark.parametrize("family", TABLE_FAMILIES)
 def test_no_character_is_ever_split(family: str) -> None:
+    """B39, id by id."""
     tokenizer = TABLE_FAMILIES[family]()
     ids = tokenizer.encode(tiny_tokenizers.MULTI_BYTE)
     assert len(ids) > len(tiny_tokenizers.MULTI_BYTE)
@@ -81,6 +82,7 @@ def test_no_character_is_ever_split(family: str) -> None:
 
 @pytest.mark.parametrize("family", TABLE_FAMILIES)
 def test_cut_inside_a_character(family: str) -> None:
+    """B39: the replacement character stands at the cut alone."""
     tokenizer = TABLE_FAMILIES[family]()
     ids = tokenizer.encode("x 👩")
     for length in range(len(ids)):
