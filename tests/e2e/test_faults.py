@@ -158,6 +158,29 @@ def _accepts(port: int) -> bool:
     return False
 
 
+def test_sigterm_does_not_wait_for_a_prompt_of_megabytes(tmp_path: Path) -> None:
+    """It is tokenized beside the worker; after the shutdown timeout its client gets a 503."""
+    server = start(tmp_path / "log", *FLAGS, "--shutdown-timeout", "0.5", model=MODEL)
+    children = server.children()
+    statuses: list[int] = []
+
+    def ask() -> None:
+        prompt = {"prompt": "jb kg \u4e16 " * 4_000_000}
+        statuses.append(httpx.post(f"{server.url}/tokenize", json=prompt, timeout=60).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: "side_process" in str([c.cmdline() for c in server.children()]), "a side process")
+    time.sleep(0.5)
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(30)
+    assert statuses == [503, 503]
+    assert server.process.wait(30) == 0
+    gone(children)
+
+
 def test_a_second_signal_ends_at_once_and_the_supervisor_hears_of_each_step(
     tmp_path: Path, temporary_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

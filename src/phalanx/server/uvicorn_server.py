@@ -40,7 +40,7 @@ class DrainingServer(uvicorn.Server):
         self._worker = worker
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop to listen, wait for the running sequences, at most for the shutdown timeout, and end."""
+        """Stop to listen, wait for sequences and big requests, at most for the shutdown timeout, and end."""
         self._worker.is_draining = True
         closing = asyncio.get_running_loop().create_task(self._close_the_rest())
         await super().shutdown(sockets)
@@ -48,14 +48,17 @@ class DrainingServer(uvicorn.Server):
 
     async def _close_the_rest(self) -> None:
         """End what runs too long; close what is open some seconds after the last sequence: nobody reads."""
-        dispatcher = self._worker.dispatcher
+        dispatcher, worker = self._worker.dispatcher, self._worker
         idle_s = 0.0
         deadline_s = time.monotonic() + self._worker.settings.server.shutdown_timeout_s
         while idle_s < _LAST_BYTES_S:
             await asyncio.sleep(_POLL_S)
-            if dispatcher.num_streams and time.monotonic() >= deadline_s:
-                logger.warning("the server ends: aborting %d sequences", dispatcher.num_streams)
-                dispatcher.fail_all(503, "the server is shutting down", "shutdown")
-            idle_s = 0.0 if dispatcher.num_streams else idle_s + _POLL_S
+            if time.monotonic() >= deadline_s:
+                worker.side.close()  # who waits for it gets a 503
+                if dispatcher.num_streams:
+                    logger.warning("the server ends: aborting %d sequences", dispatcher.num_streams)
+                    dispatcher.fail_all(503, "the server is shutting down", "shutdown")
+            is_busy = dispatcher.num_streams or worker.num_side_bytes
+            idle_s = 0.0 if is_busy else idle_s + _POLL_S
         for connection in list(self.server_state.connections):
             connection.transport.abort()
