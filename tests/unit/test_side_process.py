@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -113,6 +114,52 @@ def test_parameters_of_each_prompt_stay_what_they_were(tokenizer):
 
     assert small.fields is None and len(big.fields) == 3
     assert asks(small) == asks(big)
+
+
+MANY = 300_000
+PROMPTS = [
+    (routes_generate._parse, {"input_ids": [1]}),
+    (routes_openai._parse_completion, {"prompt": [1]}),
+    (
+        partial(routes_openai._parse_chat, check_length=anything),
+        {"messages": [{"role": "user", "content": "x"}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("parse", "prompt"), PROMPTS, ids=["generate", "completion", "chat"])
+def test_what_is_of_no_use_is_not_handed_over(tokenizer, parse, prompt):
+    """Unpickling it would hold up the worker that the process is to spare."""
+    idle = {"priority": [[]] * MANY}
+    idle |= {"sampling_params": {"regex": [[]] * MANY}} if "input_ids" in prompt else {"regex": [[]] * MANY}
+    raw = msgspec.json.encode({**prompt, **idle, "extra_key": "k" * MANY, "pad": PAD})
+    assert len(pickle.dumps(parse(raw, tokenizer=tokenizer))) < 5000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {str(i): 1 for i in range(MANY)}}, "logit_bias"),
+        ({"stop": ["a"] * MANY}, "stop"),
+        ({"stop_token_ids": [1] * MANY}, "stop_token_ids"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+@pytest.mark.parametrize(("parse", "prompt"), PROMPTS, ids=["generate", "completion", "chat"])
+def test_too_much_is_refused_there(tokenizer, parse, prompt, fields, param):
+    own = {"sampling_params": fields} if "input_ids" in prompt else fields
+    raw = msgspec.json.encode({**prompt, **own, "pad": PAD})
+    with pytest.raises(RequestError) as caught:
+        parse(raw, tokenizer=tokenizer)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["rid", "token_ids_logprob", "return_logprob", "top_logprobs_num"])
+def test_lists_that_do_not_fit_the_prompts_are_refused_there(tokenizer, name):
+    values = {"rid": [str(i) for i in range(MANY)], "return_logprob": [True] * MANY}
+    body = {"input_ids": [1], "return_logprob": True, name: values.get(name, [1] * MANY), "pad": PAD}
+    with pytest.raises(RequestError, match=name):
+        routes_generate._parse(msgspec.json.encode(body), tokenizer)
 
 
 def test_chats_and_texts(side, tokenizer):

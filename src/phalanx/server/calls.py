@@ -23,6 +23,7 @@ MAX_OUTPUTS = 1024  # SamplingParams.check allows no more for n
 MAX_SEQUENCES = 16384  # outputs of all prompts of one HTTP request
 MAX_LOGPROBS = 2**18  # alternatives and asked-for ids per position, of all outputs of one HTTP request
 MAX_RID_CHARS = 256
+ANY_VOCAB = 2**31  # for checks of parameters where the vocabulary is not known
 _SUBMIT_SLICE = 128  # sequences per message: with the largest logit_bias, some milliseconds of encoding
 
 

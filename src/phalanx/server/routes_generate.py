@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx.core.errors import RequestError
 from phalanx.server.calls import (
+    ANY_VOCAB,
     Ask,
     check_rid,
     check_sequences,
@@ -28,7 +29,7 @@ from phalanx.server.params import (
     sampling_from_generate,
 )
 from phalanx.server.response import Receive, Response, encode_json
-from phalanx.server.schema_generate import UNSUPPORTED, GenerateBody, SamplingFields
+from phalanx.server.schema_generate import UNSUPPORTED, UNSUPPORTED_SAMPLING, GenerateBody, SamplingFields
 from phalanx.server.state import BIG_BYTES, ApiWorker
 from phalanx.server.texts import Ids, PackedIds, encode_texts, pack, unpack
 from phalanx.text.tokenizer import Tokenizer
@@ -120,10 +121,26 @@ def _parse(raw_body: bytes, tokenizer: Tokenizer | None) -> _Parsed:
     if len(raw_body) <= BIG_BYTES:
         return _Parsed(body, texts, prompts, is_batch, num_outputs)
     check_sequences(len(texts or prompts), num_outputs, "text" if texts else "input_ids")
+    _slim(body, texts or prompts, is_batch)
     fields = None
     if isinstance(body.sampling_params, list):
         fields, body.sampling_params = [encode_json(one) for one in body.sampling_params], None
     return _Parsed(body, texts, pack(prompts), is_batch, num_outputs, fields)
+
+
+def _slim(body: GenerateBody, prompts: Sequence[str] | Sequence[Sequence[int]], is_batch: bool) -> None:
+    """Refuse here what the worker would refuse, and drop what it does not use: either could be megabytes."""
+    checked = None
+    for ask in _asks(body, None, [()] * len(prompts), _rids(body.rid, len(prompts), is_batch)):
+        if ask.sampling is not checked:
+            checked = ask.sampling
+            checked.check(ANY_VOCAB)
+    for name in (*UNSUPPORTED, "extra_key", "cache_salt", "routing_key"):
+        setattr(body, name, None)
+    params = body.sampling_params
+    for fields in params if isinstance(params, list) else [params]:
+        for name in UNSUPPORTED_SAMPLING if fields is not None else ():
+            setattr(fields, name, None)
 
 
 def _text_prompts(body: GenerateBody) -> tuple[list[str], list[list[int]], bool]:

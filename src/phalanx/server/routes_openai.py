@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.core.errors import RequestError
 from phalanx.server.calls import (
+    ANY_VOCAB,
     Ask,
     check_rid,
     check_sequences,
@@ -19,7 +20,7 @@ from phalanx.server.calls import (
     possible_outputs,
     run_call,
 )
-from phalanx.server.errors import decode_json
+from phalanx.server.errors import decode_json, renamed
 from phalanx.server.form_openai import (
     ChatChoices,
     ChoiceForm,
@@ -31,8 +32,14 @@ from phalanx.server.form_openai import (
 from phalanx.server.pace import Pace
 from phalanx.server.params import logprobs_from_openai, openai_names, sampling_from_openai
 from phalanx.server.response import Receive, Response
-from phalanx.server.schema_openai import ChatBody, CompletionBody, StreamOptions, check_supported
-from phalanx.server.state import ApiWorker
+from phalanx.server.schema_openai import (
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+    check_supported,
+    drop_unsupported,
+)
+from phalanx.server.state import BIG_BYTES, ApiWorker
 from phalanx.server.texts import Ids, PackedIds, decode_ids, encode_texts, pack, unpack
 from phalanx.text.tokenizer import Tokenizer
 
@@ -59,6 +66,8 @@ def _parse_chat(
     assert tokenizer is not None
     body = decode_json(_chat_decoder, raw_body)
     check_supported(body)
+    if len(raw_body) > BIG_BYTES:
+        _slim(body)
     if not body.messages:
         raise RequestError("messages is empty: a chat needs at least one", param="messages")
     kwargs = body.chat_template_kwargs or {}
@@ -74,6 +83,17 @@ def _parse_chat(
     check_length(tokenizer.min_ids(text), at_least=True)
     # The template writes special tokens itself.
     return body, pack(tokenizer.encode_batch([text], add_special_tokens=False, check_length=check_length))
+
+
+def _slim(body: ChatBody | CompletionBody) -> None:
+    """Refuse here what the worker would refuse, and drop what it does not use: either could be megabytes."""
+    try:
+        sampling_from_openai(body).check(ANY_VOCAB)
+    except RequestError as error:
+        raise renamed(error, openai_names(body)) from None
+    logprobs_from_openai(body)
+    check_rid(body.rid)
+    drop_unsupported(body)
 
 
 async def completions(worker: ApiWorker, raw_body: bytes, receive: Receive, response: Response) -> None:
@@ -136,6 +156,8 @@ def _parse_completion(
     """The body without its prompts, and these: texts, or else lists of ids."""
     body = decode_json(_completion_decoder, raw_body)
     check_supported(body)
+    if len(raw_body) > BIG_BYTES:
+        _slim(body)
     prompt: Any = body.prompt
     body.prompt = None
     if prompt is None or prompt == "" or prompt == []:

@@ -151,6 +151,15 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
         raise unsupported("function_call", "that forces a function")
 
 
+def drop_unsupported(body: ChatBody | CompletionBody) -> None:
+    """Forget what `check_supported` has let pass since it asks for nothing."""
+    kind = _UNSUPPORTED_CHAT if isinstance(body, ChatBody) else _UNSUPPORTED_COMPLETION
+    for name in (*_UNSUPPORTED, *kind, "response_format", "extra_key", "cache_salt", "user"):
+        setattr(body, name, None)
+    if isinstance(body, ChatBody):
+        body.modalities = body.tool_choice = body.function_call = None
+
+
 def _check_best_of(body: CompletionBody) -> None:
     """As many as are asked for may be drawn: choosing the best of more is not built."""
     num_outputs = 1 if body.n is None else body.n
