@@ -138,6 +138,7 @@ class EngineLoop:
         if message.op == "worker_ended":  # from the launcher, which waits for no answer
             ended = message.args["worker"]
             self._silent.ended(ended)
+            self._silent.ended(worker_id)  # the launcher sends no pings
             self._lose(ended, "has ended")
             self._greet(ended)
             return

@@ -104,9 +104,11 @@ class Launcher:
         self._workers: WorkerPool | None = None
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT (0), or until the server cannot go on (a child's code 2, or 1)."""
+        """Serve until SIGTERM, SIGINT or SIGHUP (0), or until the server cannot go on (1, or a child's 2)."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, self._on_signal)  # the terminal has gone: end in order
         channel = LauncherChannel(str(self._run_dir))
         try:
             self._engine = self._spawn(self._engine_module, [])
