@@ -512,6 +512,7 @@ def test_two_workers_hear_of_each_others_aborts(tmp_path, tokenizer):
             assert next(lines)
             assert httpx.post(f"{workers[0].url}/abort_request", json={"rid": "mine"}).status_code == 200
             assert '"type":"abort"' in [line for line in lines if line][-2]
+        wait_until(lambda: bool(engine.aborted), "the engine to hear of the abort")
         assert [i >> WORKER_SHIFT for i in engine.aborted] == [1]
         engine.budget = None
         for worker in workers:
