@@ -309,7 +309,7 @@ def test_a_worker_that_was_stopped_is_replaced_and_others_go_on(tmp_path: Path) 
 
 
 def test_health_answers_while_a_step_lasts(tmp_path: Path) -> None:
-    flags = (*BASE, "--max-running-requests", "8", "--null-step-ms", "4000")
+    flags = (*BASE, "--max-running-requests", "8", "--null-step-ms", "2500")
     with running(tmp_path / "log", *flags, model=MODEL) as server:
         client = Client(server, 2, is_stream=True)
         time.sleep(0.5)

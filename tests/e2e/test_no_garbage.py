@@ -22,7 +22,7 @@ from phalanx.text.tokenizer import load_tokenizer
 from tests.e2e.fake_engine import FakeEngine
 from tests.e2e.server_harness import VOCAB_SIZE, make_settings, wait_until, write_byte_tokenizer
 
-NUM_REQUESTS = 40
+NUM_REQUESTS = 16
 
 
 @pytest.fixture(scope="module")

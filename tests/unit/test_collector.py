@@ -23,7 +23,7 @@ def outputs(step: list[tuple[int, int, Finish]]) -> StepOutputs:
 @pytest.mark.fuzz
 @given(st.data())
 def test_every_stream_gets_its_own_tokens_in_order(data: st.DataObject) -> None:
-    num_streams = data.draw(st.sampled_from([1, 2, 7, 65_536, 65_537]))
+    num_streams = data.draw(st.sampled_from([1, 2, 3, 7] * 8 + [65_536, 65_537]))  # large ones take long
     some = data.draw(st.lists(st.integers(0, num_streams - 1), min_size=1, max_size=6, unique=True))
     some = sorted({*some, num_streams - 1})
     collector = Collector([SamplingParams()] * num_streams, None)
