@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Test processes: many tests wait for a server, and each process takes about 2 GB.
+JOBS ?= 2
 STAMP := $(VENV)/.installed
 
 .PHONY: help setup demo test test-gpu check format lint type soak fuzz clean
@@ -25,7 +27,7 @@ demo: setup ## bring a model, serve it, chat with it, benchmark it
 
 test: setup ## the whole CPU suite
 	$(BIN)/phalanx pull smollm2
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-gpu: setup ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

@@ -95,7 +95,7 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "body"), BODIES, ids=lambda x: str(x)[:60])
+@pytest.mark.parametrize(("parse", "body"), BODIES, ids=lambda x: getattr(x, "__name__", str(x))[:60])
 def test_bodies_come_back_as_they_are_here(side, tokenizer, parse, body):
     job = partial(parse, msgspec.json.encode({**body, "pad": PAD}))
     assert outcome(side.call, job) == outcome(lambda job: job(tokenizer), job)
