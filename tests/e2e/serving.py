@@ -14,6 +14,8 @@ import httpx
 import psutil
 
 READY_S = 90
+TINY = "tiny-llama"
+TINY_ON_CPU = ("--load-format", "dummy", "--device", "cpu")
 
 
 def free_port() -> int:

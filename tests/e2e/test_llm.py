@@ -8,19 +8,8 @@ from typing import Any
 import pytest
 
 from phalanx import LLM, LogprobParams, RequestError, SamplingParams
+from tests.prompts import PROMPTS
 
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time there was a small",
-    "def fibonacci(n):\n",
-    "2 + 2 =",
-    "Water boils at",
-    "The three primary colours are red,",
-    "In 1969, the first human",
-    "A, B, C, D,",
-    "La capitale de l'Italie est",
-    "She opened the door and",
-]
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
 
 

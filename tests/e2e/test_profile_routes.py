@@ -11,23 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.serving import Server, running
+from tests.e2e.serving import TINY, TINY_ON_CPU, Server, running
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    flags = (
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-        "--max-total-tokens",
-        "2048",
-        "--context-length",
-        "512",
-    )
-    with running(log, *flags, model="tiny-llama") as server:
+    flags = (*TINY_ON_CPU, "--max-total-tokens", "2048", "--context-length", "512")
+    with running(log, *flags, model=TINY) as server:
         yield server
 
 

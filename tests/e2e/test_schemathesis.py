@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.e2e import server_harness
-from tests.e2e.serving import Server, running
+from tests.e2e.serving import TINY, TINY_ON_CPU, Server, running
 
 IS_LONG = os.environ.get("PHALANX_PROFILE") == "fuzz"
 # They stop the engine, or write wherever they are told: a scripted engine takes them instead.
@@ -28,17 +28,8 @@ pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    flags = (
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-        "--max-total-tokens",
-        "4096",
-        "--context-length",
-        "64",
-    )
-    with running(log, *flags, model="tiny-llama") as server:
+    flags = (*TINY_ON_CPU, "--max-total-tokens", "4096", "--context-length", "64")
+    with running(log, *flags, model=TINY) as server:
         yield server
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.e2e.serving import Server, running
+from tests.e2e.serving import TINY, TINY_ON_CPU, Server, running
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "sglang_client.py"
 NUM_PROMPTS, NUM_TOKENS, PROMPT_LEN = 12, 7, 16
@@ -46,17 +46,8 @@ def helper() -> Any:
 @pytest.fixture(scope="module")
 def server(client_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    flags = (
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-        "--max-total-tokens",
-        "8192",
-        "--context-length",
-        "512",
-    )
-    with running(log, *flags, "--enable-cache-report", model="tiny-llama") as server:
+    flags = (*TINY_ON_CPU, "--max-total-tokens", "8192", "--context-length", "512")
+    with running(log, *flags, "--enable-cache-report", model=TINY) as server:
         yield server
 
 

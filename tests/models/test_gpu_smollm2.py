@@ -15,6 +15,7 @@ from phalanx.core.request import LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.models.source import resolve_source
 from phalanx.runtime.llm import LLM
+from tests.prompts import PROMPTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,18 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time there was a small",
-    "def fibonacci(n):\n",
-    "2 + 2 =",
-    "Water boils at",
-    "The three primary colours are red,",
-    "In 1969, the first human",
-    "A, B, C, D,",
-    "La capitale de l'Italie est",
-    "She opened the door and",
-]
 CROWD = 4096
 # bf16 logits of 16 to 32 come in steps of 0.125. Each of a pair may be off by one step, which makes 0.25.
 TIE = {"float32": 1e-3, "bfloat16": 0.26}

@@ -17,10 +17,9 @@ from phalanx.core.step import Finish, StepPlan
 from phalanx.engine.engine import Engine, StepHandle
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
-from phalanx.models.weights import iter_dummy_weights
 from phalanx.runtime.worker import Worker
 from phalanx.scheduler.scheduler import Scheduler
-from tests.unit.test_engine import CONFIG, settings
+from tests.unit.test_engine import CONFIG, decisive_decoder, settings
 
 CPU = torch.device("cpu")
 LONG_CONTEXT = 4096
@@ -28,11 +27,7 @@ LONG_CONTEXT = 4096
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    """Ten times the usual spread, so that a wrong position or a missing token changes the argmax."""
-    decoder = Decoder(CONFIG, dtype=torch.float32, device=CPU)
-    weights = iter_dummy_weights(CONFIG, seed=3, dtype=torch.float32, device=CPU)
-    decoder.load_weights((name, w if name.endswith("norm.weight") else w * 10) for name, w in weights)
-    return decoder
+    return decisive_decoder()
 
 
 class Recorder:

@@ -69,13 +69,17 @@ def settings(page_size: int, **changes: object) -> Settings:
     return msgspec.structs.replace(found, **changes)
 
 
-@pytest.fixture(scope="module")
-def model() -> Decoder:
+def decisive_decoder() -> Decoder:
+    """Ten times the usual spread, so that a wrong position or a missing token changes the argmax."""
     decoder = Decoder(CONFIG, dtype=torch.float32, device=CPU)
-    # Ten times the usual spread, so that a wrong position or a missing token changes the argmax.
     weights = iter_dummy_weights(CONFIG, seed=3, dtype=torch.float32, device=CPU)
     decoder.load_weights((name, w if name.endswith("norm.weight") else w * 10) for name, w in weights)
     return decoder
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return decisive_decoder()
 
 
 class Rig:
