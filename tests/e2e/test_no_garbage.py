@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from phalanx.runtime.inproc_channel import InprocChannel
 from phalanx.server.app import Application
 from phalanx.server.state import build_api_worker
 from phalanx.server.uvicorn_server import DrainingServer, HttpProtocol
 from phalanx.text.tokenizer import load_tokenizer
 from tests.e2e.fake_engine import FakeEngine
 from tests.e2e.server_harness import VOCAB_SIZE, make_settings, wait_until, write_byte_tokenizer
+from tests.inproc_channel import InprocChannel
 
 NUM_REQUESTS = 16
 

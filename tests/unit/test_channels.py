@@ -13,7 +13,7 @@ from phalanx.core.request import WORKER_SHIFT
 from phalanx.core.step import StepOutputs
 from phalanx.messages import Abort, Control, ControlReply, EngineReady, encode
 from phalanx.runtime.channels import EngineChannel, LauncherChannel, WorkerChannel
-from phalanx.runtime.inproc_channel import InprocChannel
+from tests.inproc_channel import InprocChannel
 
 
 @contextlib.contextmanager

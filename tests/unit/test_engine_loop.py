@@ -17,8 +17,8 @@ from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
 from phalanx.runtime import engine_process
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.engine_process import EngineLoop
-from phalanx.runtime.inproc_channel import InprocChannel
 from tests.e2e.server_harness import make_settings
+from tests.inproc_channel import InprocChannel
 
 CONTEXT = 64
 

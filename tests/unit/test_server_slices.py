@@ -13,7 +13,6 @@ from phalanx.core.errors import RequestError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepOutputs
 from phalanx.messages import Abort, EngineReady, Submit
-from phalanx.runtime.inproc_channel import InprocChannel
 from phalanx.server import calls, pace, state, stream, texts
 from phalanx.server.calls import Ask, make_streams, new_call, run_call
 from phalanx.server.form_generate import GenerateForm
@@ -21,6 +20,7 @@ from phalanx.server.response import Response
 from phalanx.server.state import build_api_worker
 from phalanx.text.tokenizer import load_tokenizer
 from tests.e2e.server_harness import EOS, make_settings, sse_events, write_byte_tokenizer
+from tests.inproc_channel import InprocChannel
 
 
 @pytest.fixture(scope="module")
