@@ -24,6 +24,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from engine import read
+
 SEED_FLAGS = (
     "--trust-remote-code --context-length 4096 --max-running-requests 4096 --tensor-parallel-size 1 "
     "--chunked-prefill-size -1 --disable-radix-cache"
@@ -57,10 +59,6 @@ def main() -> int:
                 is_whole &= measure(model, mode, args.repeats - done, results, args)
     print_table(read(results))
     return int(not is_whole)
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def measure(model: str, mode: str, repeats: int, results: Path, args: argparse.Namespace) -> bool:

@@ -44,6 +44,16 @@ class Figures:
     quiet_gap_ms: float | None = None
 
 
+def _cpu_use(num_events: int, worker_s: float, engine_s: float, wall_s: float) -> dict[str, float]:
+    """Figures' events by CPU second of the worker, and the shares of a core, from what a run took."""
+    return {
+        "per_cpu_s": num_events / max(worker_s, _MIN_CPU_S),
+        "wall_s": wall_s,
+        "worker_share": worker_s / wall_s,
+        "engine_share": engine_s / wall_s,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Streams:
     """Streams that all run at once. kind: as in front_check. asked: events by CPU second."""
@@ -116,13 +126,10 @@ def streams_of(case: Streams, server: NullServer, timeout_s: float) -> Figures:
         name=case.name,
         num_streams=len(exchanges),
         num_events=num_events,
-        per_cpu_s=num_events / max(worker_s, _MIN_CPU_S),
         per_cpu_s_steady=steady,
         asked="all finish" if case.asked is None else f"{case.asked:,.0f}",
         tokens_per_event=num_tokens * len(exchanges) / num_events,
-        wall_s=wall_s,
-        worker_share=worker_s / wall_s,
-        engine_share=engine_s / wall_s,
+        **_cpu_use(num_events, worker_s, engine_s, wall_s),
     )
 
 
@@ -163,13 +170,10 @@ def one_token_of(case: OneToken, server: NullServer, timeout_s: float) -> Figure
         name="one-token",
         num_streams=case.concurrency,
         num_events=case.num_requests,
-        per_cpu_s=case.num_requests / max(worker_s, _MIN_CPU_S),
         per_cpu_s_steady=None,
         asked=f"{_ASKED_ONE_TOKEN:,.0f}",
         tokens_per_event=1.0,
-        wall_s=wall_s,
-        worker_share=worker_s / wall_s,
-        engine_share=engine_s / wall_s,
+        **_cpu_use(case.num_requests, worker_s, engine_s, wall_s),
     )
 
 
@@ -209,13 +213,10 @@ def gap_of(case: BigPrompt, server: NullServer, timeout_s: float) -> Figures:
         name="big-prompt",
         num_streams=2,
         num_events=watched.num_events,
-        per_cpu_s=watched.num_events / max(worker_s, _MIN_CPU_S),
         per_cpu_s_steady=None,
         asked=f"{case.asked_gap_ms:.0f} ms",
         tokens_per_event=1.0,
-        wall_s=wall_s,
-        worker_share=worker_s / wall_s,
-        engine_share=engine_s / wall_s,
+        **_cpu_use(watched.num_events, worker_s, engine_s, wall_s),
         max_gap_ms=max((gap for at, gap in gaps if at > sent_s), default=0.0),
         quiet_gap_ms=max((gap for at, gap in gaps if at <= sent_s), default=0.0),
     )
