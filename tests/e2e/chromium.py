@@ -91,7 +91,7 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    async def until(self, script: str, timeout_s: float = 20.0) -> Any:
+    async def until(self, script: str, timeout_s: float = 60.0) -> Any:
         """The expression's value once it is true."""
         deadline = time.monotonic() + timeout_s
         while not (value := await self.run(script)):
