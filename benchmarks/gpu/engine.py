@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import HBM_BYTES_PER_S, add, device_facts, dummy_llm, median_us, read
 
 PARTS = (
     "tests",
@@ -33,7 +34,6 @@ PARTS = (
     "offline:llama-3-8b:flashinfer",
     "offline:qwen3-0.6b:triton:eager",
 )
-HBM_BYTES_PER_S = 4.3e12  # what a large copy on an H200 moves
 # Names of device kernels -> where their time belongs.
 GROUPS = (
     ("gemm", ("gemm", "nvjet", "cutlass", "splitk", "cublas")),
@@ -56,8 +56,7 @@ def main() -> int:
     results = args.folder / "engine.jsonl"
     if args.run_part:
         record = offline(args.run_part, args.repeats)
-        with results.open("a") as file:
-            print(json.dumps(record), file=file)
+        add(results, record)
         return 0
     failed = False
     for part in args.parts.split(","):
@@ -86,33 +85,21 @@ def run_part(part: str, args: argparse.Namespace, results: Path) -> bool:
     last = log.read_text(errors="replace").strip().splitlines()[-12:]
     print("\n".join(last), flush=True)
     if part == "tests" and code == 0:
-        with results.open("a") as file:
-            print(json.dumps({"part": part, "summary": last[-1]}), file=file)
+        add(results, {"part": part, "summary": last[-1]})
     # What counts is the record: a process that has used torch's profiler may die after its last line.
     if code:
         print(f"{part}: exit code {code}", flush=True)
     return any(record["part"] == part for record in read(results))
 
 
-def read(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
 def offline(part: str, repeats: int) -> dict[str, Any]:
     from phalanx.microbench.offline import draw_workload, measure
-    from phalanx.runtime.llm import LLM
     from phalanx.runtime.step_times import summary_ms
 
     _, model, backend, *flags = part.split(":")
     start = time.perf_counter()
-    llm = LLM(
+    llm = dummy_llm(
         model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        progress=False,
-        random_seed=0,
-        context_length=4096,
-        max_running_requests=4096,
         attention_backend=backend,
         page_size=1 if "page1" in flags else None,
         disable_cuda_graph="eager" in flags,
@@ -139,18 +126,6 @@ def offline(part: str, repeats: int) -> dict[str, Any]:
         record["mixed"] = mixed_steps(llm)
     print(json.dumps(record, indent=1))
     return record
-
-
-def device_facts() -> dict[str, str]:
-    import torch
-    import triton
-
-    return {
-        "card": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def steady_decode(llm: Any, num_requests: int = 4096, first: int = 48, last: int = 112) -> dict[str, Any]:
@@ -224,20 +199,7 @@ def linears_ms(llm: Any, num_tokens: int = 4096, repeats: int = 12) -> float:
                 layer.mlp.down(wide)
             model.head.into(hidden, logits)
 
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        times = []
-        for _ in range(repeats + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    return float(np.median(times[2:]))
+        return median_us([run], repeats) / 1e3
 
 
 def mixed_steps(llm: Any, num_requests: int = 12000, first: int = 100, last: int = 130) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engine import read
+from common import add, read
 
 SEED_FLAGS = (
     "--trust-remote-code --context-length 4096 --max-running-requests 4096 --tensor-parallel-size 1 "
@@ -82,8 +82,7 @@ def measure(model: str, mode: str, repeats: int, results: Path, args: argparse.N
                 record = one_run(server.pid, model, args, client_cores)
                 record |= {"model": model, "mode": mode, "ready_s": round(ready_s, 1)}
                 record["server_cores"] = len(server_cores)
-                with results.open("a") as file:
-                    print(json.dumps(record), file=file)
+                add(results, record)
                 print(f"{model} {mode}: {record['request_throughput']:.1f} req/s", flush=True)
         except (RuntimeError, subprocess.SubprocessError) as error:
             print(f"{model} {mode}: {error}", *log_path.read_text().splitlines()[-12:], sep="\n")

@@ -1,14 +1,13 @@
 """Decode attention when a few rows of a wide batch are far longer than the rest.
 
-usage: python benchmarks/gpu/long_rows.py OUTPUT_FOLDER [--parts kernel,all-long,step] [--rows 4096]
-           [--repeats 15]
+usage: python benchmarks/gpu/long_rows.py OUTPUT_FOLDER [--parts kernel,step] [--rows 4096] [--repeats 15]
 
 kernel: device microseconds of one layer's attention over rows of 16-150 tokens of which some are longer: all
 in one launch, and with rows above a threshold cut into pieces (`find_long_rows`, timed alone as well, since
-it runs once a step); beside them the time to read that K and V at 4.3 TB/s. all-long: the same for narrower
-batches of long rows alone. step: qwen3-0.6b decodes 4095 rows of about 100 tokens and one of 32,000, through
-the engine, with and without. Numbers are added to OUTPUT_FOLDER/long_rows.jsonl; the parts that stand there
-are not run again.
+it runs once a step); beside them the time to read that K and V at 4.3 TB/s. step: qwen3-0.6b decodes 4095
+rows of about 100 tokens and one of 32,000, through the engine, with and without. Numbers are added to
+OUTPUT_FOLDER/long_rows.jsonl; the parts that stand there are not run again. Batches of long rows alone:
+decode_shapes.py.
 """
 
 from __future__ import annotations
@@ -16,35 +15,31 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from engine import HBM_BYTES_PER_S, device_facts, read
+from common import DecodeRows, add, device_facts, median_us, read
 
-from phalanx.kernels import decode_attention, find_long_rows
+from phalanx.kernels import find_long_rows
 
 SHAPES = {"llama-3-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 # Number of long rows, tokens of each.
 CASES = ((0, 0), (1, 2048), (1, 4096), (1, 8192), (1, 32768), (1, 131072), (16, 4096), (16, 8192), (64, 2048))
 # Threshold and piece; None: rows are not cut.
 CUTS = (None, (1024, 512), (2048, 512), (4096, 256), (4096, 512), (4096, 1024))
-# Rows, tokens of each on average; uniform.
-ALL_LONG = ((8, 2048), (32, 2048), (128, 2048), (280, 2600), (280, 1024), (512, 1024))
-ALL_LONG_CUTS = (None, (1024, 512), (2048, 512), (4096, 512))
 PAGE_SIZE = 16
 MAX_CONTEXT = 131072
+CALLS = 8  # in a graph
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", default="kernel,all-long,step")
+    parser.add_argument("--parts", default="kernel,step")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
@@ -53,102 +48,47 @@ def main() -> int:
     for part in args.parts.split(","):
         if part in {record["part"] for record in read(results)}:
             continue
-        run = {"kernel": kernel, "all-long": all_long, "step": step}[part]
+        run = {"kernel": kernel, "step": step}[part]
         record = {"part": part, **device_facts(), **run(args)}
-        with results.open("a") as file:
-            print(json.dumps(record), file=file)
+        add(results, record)
     return 0
 
 
 def kernel(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
-    for model, (num_q, num_kv, dim) in SHAPES.items():
+    for model, heads in SHAPES.items():
         print(f"{model:<12} {'long rows':>12} {'floor':>8}", *(f"{cut or 'whole'!s:>12}" for cut in CUTS))
         for num_long, length in CASES:
-            batch = Batch(args.rows, num_long, length, num_q, num_kv, dim)
-            times = {str(cut): batch.time(cut, args.repeats) for cut in CUTS}
+            batch = batch_of(args.rows, num_long, length, heads)
+            times = {str(cut): time_cut(batch, cut, args.repeats) for cut in CUTS}
             found[f"{model} {num_long}x{length}"] = {"floor_us": batch.floor_us, "us": times}
             cells = (f"{times[str(cut)]:12.1f}" for cut in CUTS)
             print(f"{'':<12} {f'{num_long} x {length}':>12} {batch.floor_us:8.1f}", *cells, flush=True)
         lens = torch.full((args.rows,), 84, dtype=torch.int32, device="cuda")
-        alone = median_us(functools.partial(find_long_rows, lens, MAX_CONTEXT), args.repeats)
+        alone = median_us([functools.partial(find_long_rows, lens, MAX_CONTEXT)] * CALLS, args.repeats)
         found[f"{model} find_long_rows"] = {"us": alone}
         print(f"find_long_rows alone: {alone:.1f} us", flush=True)
     return {"kernel": found}
 
 
-def all_long(args: argparse.Namespace) -> dict[str, Any]:
-    found, (num_q, num_kv, dim) = {}, SHAPES["llama-3-8b"]
-    print(f"{'rows x mean':>14} {'floor':>8}", *(f"{cut or 'whole'!s:>12}" for cut in ALL_LONG_CUTS))
-    for num_rows, mean in ALL_LONG:
-        lens = np.random.default_rng(3).integers(1, 2 * mean, num_rows)
-        batch = Batch(num_rows, num_rows, lens, num_q, num_kv, dim)
-        times = {str(cut): batch.time(cut, args.repeats) for cut in ALL_LONG_CUTS}
-        found[f"{num_rows}x{mean}"] = {"floor_us": batch.floor_us, "us": times}
-        cells = (f"{times[str(cut)]:12.1f}" for cut in ALL_LONG_CUTS)
-        print(f"{f'{num_rows} x {mean}':>14} {batch.floor_us:8.1f}", *cells, flush=True)
-    return {"all_long": found}
+def batch_of(num_rows: int, num_long: int, length: int, heads: tuple[int, int, int]) -> DecodeRows:
+    """Rows of 16-150 tokens; the long ones stand at random places."""
+    rng = np.random.default_rng(5)
+    lens = rng.integers(16, 151, num_rows)
+    lens[rng.permutation(num_rows)[:num_long]] = length
+    return DecodeRows(lens, *heads, PAGE_SIZE)
 
 
-class Batch:
-    """Random pages, queries and K and V of bf16; long rows stand at random places."""
-
-    def __init__(
-        self, num_rows: int, num_long: int, length: int | np.ndarray, num_q: int, num_kv: int, dim: int
-    ) -> None:
-        rng = np.random.default_rng(5)
-        lens = rng.integers(16, 151, num_rows)
-        lens[rng.permutation(num_rows)[:num_long]] = length
-        pages = -(-lens // PAGE_SIZE)
-        first = 1 + np.cumsum(pages) - pages
-        order = np.concatenate(([0], 1 + rng.permutation(int(pages.sum())))).astype(np.int32) * PAGE_SIZE
-        table = torch.zeros(num_rows, int(pages.max()) * PAGE_SIZE, dtype=torch.int32)
-        for row, (start, count) in enumerate(zip(first.tolist(), pages.tolist(), strict=True)):
-            table[row, : count * PAGE_SIZE : PAGE_SIZE] = torch.from_numpy(order[start : start + count])
-        slots = (int(pages.sum()) + 1) * PAGE_SIZE
-        kv = dict(dtype=torch.bfloat16, device="cuda")
-        self.k, self.v = (torch.randn(slots, num_kv, dim, **kv) for _ in range(2))
-        self.q = torch.randn(num_rows, num_q, dim, **kv)
-        self.out = torch.empty_like(self.q)
-        self.table = table.cuda()
-        self.rows = torch.arange(num_rows, device="cuda")
-        self.lens = torch.from_numpy(lens.astype(np.int32)).cuda()
-        self.floor_us = float(lens.sum()) * num_kv * dim * 2 * 2 / HBM_BYTES_PER_S * 1e6
-        self.whole = self.attend(None).clone()
-
-    def attend(self, long_rows: Any) -> torch.Tensor:
-        args = (self.q, self.k, self.v, self.table, self.rows, self.lens)
-        return decode_attention(*args, page_size=PAGE_SIZE, out=self.out, long_rows=long_rows)
-
-    def time(self, cut: tuple[int, int] | None, repeats: int) -> float:
-        """Median us, after a check against whole rows."""
-        long_rows = None
-        if cut is not None:
-            long_rows = find_long_rows(
-                self.lens, MAX_CONTEXT, long_tokens=cut[0], times_mean=0, piece_tokens=cut[1]
-            )
-        self.out.fill_(torch.nan)
-        torch.testing.assert_close(self.attend(long_rows), self.whole, rtol=2e-2, atol=2e-3)
-        return median_us(lambda: self.attend(long_rows), repeats)
-
-
-def median_us(call: Callable[[], object], repeats: int, calls: int = 8) -> float:
-    """Median over replays of a CUDA graph of several calls, per call."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / calls * 1e3)
-    return float(np.median(times[2:]))
+def time_cut(batch: DecodeRows, cut: tuple[int, int] | None, repeats: int) -> float:
+    """Median us, after a check against whole rows."""
+    whole, long_rows = batch.attend().clone(), None
+    if cut is not None:
+        long_rows = find_long_rows(
+            batch.lens, MAX_CONTEXT, long_tokens=cut[0], times_mean=0, piece_tokens=cut[1]
+        )
+    batch.out.fill_(torch.nan)
+    torch.testing.assert_close(batch.attend(long_rows=long_rows), whole, rtol=2e-2, atol=2e-3)
+    return median_us([lambda: batch.attend(long_rows=long_rows)] * CALLS, repeats)
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Check the model kernels against their references and time them against the bytes that they must move.
 
-usage: python benchmarks/gpu/model_kernels.py [--device cuda|cpu] [--rows 4096] [--parts attention,...]
-Prints a table, the attention configurations worth putting into `TUNED`, and one line of JSON. With --device
-cpu everything is tiny and runs in Triton's interpreter: results are checked, nothing is timed. The exit code
-is 1 if a result was wrong or a variant could not run.
+usage: python benchmarks/gpu/model_kernels.py [--device cuda|cpu] [--rows 4096] [--parts prefill,...]
+Prints a table and one line of JSON. With --device cpu everything is tiny and runs in Triton's interpreter:
+results are checked, nothing is timed. The exit code is 1 if a result was wrong or a variant could not run.
+Decode attention: decode_shapes.py.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
+from common import HBM_BYTES_PER_S, DecodeRows, median_us
 
-PARTS = ("attention", "long", "prefill", "elementwise", "sample")
-BYTES_PER_US = 4.3e6  # what an H200 copies at
+PARTS = ("prefill", "elementwise", "sample")
+BYTES_PER_US = HBM_BYTES_PER_S / 1e6
 L2_BYTES = 200 << 20  # rotate over at least this much, so that nothing is found in the L2 cache
 
 
@@ -100,7 +101,7 @@ class Bench:
             if not record.error <= limit:
                 record.failed = f"wrong result, error {record.error:.2e}"
             elif self.device == "cuda":
-                record.us = graph_us(calls)
+                record.us = median_us(calls, repeats=20)
         except Exception as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if type(error).__name__ == "OutOfResources":
@@ -115,143 +116,10 @@ class Bench:
         return max(1, min(32, math.ceil(L2_BYTES / num_bytes))) if self.device == "cuda" else 1
 
 
-def graph_us(calls: list[Callable[[], Any]], repeats: int = 20) -> float:
-    """Median time of one call, from replays of a CUDA graph that holds them all."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for i in range(repeats + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     if not bool(torch.isfinite(got).all()):
         return math.inf
     return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
-
-
-class Rows:
-    """A batch of rows of random lengths over one layer's pool, their slots scattered by page."""
-
-    def __init__(self, bench: Bench, model: Model, lens: torch.Tensor, page_size: int) -> None:
-        lens = lens.int()
-        pages = (lens + page_size - 1) // page_size
-        total, width = int(pages.sum()), int(pages.max())
-        order = (torch.randperm(total) + 1).int() * page_size
-        table = torch.zeros(len(lens) + 1, width, dtype=torch.int32)
-        inside = torch.arange(width) < pages[:, None]
-        table[1:][inside] = order
-        slots = table[:, :, None] + torch.arange(page_size, dtype=torch.int32)
-        shape = ((total + 1) * page_size, model.num_kv_heads, model.head_dim)
-        self.pool = bench.randn(*shape), bench.randn(*shape)
-        self.table = slots.flatten(1).contiguous().to(bench.device)
-        self.rows = torch.arange(1, len(lens) + 1, device=bench.device)
-        self.lens = lens.to(bench.device)
-        self.q = bench.randn(len(lens), model.num_q_heads, model.head_dim)
-        token_bytes = 2 * model.num_kv_heads * model.head_dim * self.q.itemsize
-        self.kv_bytes = int(lens.sum()) * token_bytes
-        self.page_size = page_size
-        self._wanted: torch.Tensor | None = None
-
-    def attend(self, **more: Any) -> torch.Tensor:
-        from phalanx.kernels import decode_attention
-
-        args = (self.q, *self.pool, self.table, self.rows, self.lens)
-        return decode_attention(*args, page_size=self.page_size, **{"backend": "triton"} | more)
-
-    def check(self, **more: Any) -> float:
-        """Against the torch backend, in pieces that keep its padded copy small."""
-        from phalanx.kernels import decode_attention
-
-        got = self.attend(**more)
-        if self._wanted is None:
-            want, step = torch.empty_like(self.q), max(1, 200_000 // int(self.lens.max()))
-            for first in range(0, len(self.lens), step):
-                part = slice(first, first + step)
-                args = (self.q[part], *self.pool, self.table, self.rows[part], self.lens[part])
-                decode_attention(*args, page_size=self.page_size, out=want[part], backend="torch")
-            self._wanted = want
-        return distance(got, self._wanted)
-
-
-def attention_configs(device: str) -> Iterator[Any]:
-    from phalanx.kernels import DecodeConfig
-
-    if device == "cpu":
-        yield from (DecodeConfig(16, 2, 1), DecodeConfig(16, 4, 2, heads=2))
-        yield DecodeConfig(8, 2, 1, dot=False)
-        return
-    for tokens, warps, stages in product((16, 32, 64), (1, 2, 4), (1, 2, 3)):
-        if (tokens, warps) not in ((16, 4), (64, 1)):
-            yield DecodeConfig(tokens, warps, stages)
-    for tokens, heads, stages in product((16, 32), (2, 4), (1, 2)):
-        yield DecodeConfig(tokens, heads, stages, heads=heads)
-    yield DecodeConfig(128, 4, 1)
-    for tokens, warps in ((4, 1), (8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8)):
-        yield DecodeConfig(tokens, warps, 1, dot=False)
-    for tokens, warps in ((8, 2), (16, 4)):
-        yield DecodeConfig(tokens, warps, 3, dot=False)
-
-
-def label(config: Any, page_size: int) -> str:
-    kind = f"dot h{config.heads}" if config.dot else "lanes"
-    return f"p{page_size} {kind} t{config.tokens} w{config.num_warps} s{config.num_stages}"
-
-
-def bench_attention(bench: Bench) -> None:
-    """Short rows: every configuration at page size 1, the best of them at 16."""
-    for model in bench.models:
-        lens = torch.randint(1, 2 * bench.mean_len, (bench.rows,))
-        configs = list(attention_configs(bench.device))
-        for page_size in (1, 16):
-            rows = Rows(bench, model, lens, page_size)
-            out = torch.empty_like(rows.q)
-            timed = []
-            for config in configs:
-                more = {"config": config, "num_splits": 1, "out": out}
-                call = [lambda more=more, rows=rows: rows.attend(**more)] * 2
-                check = lambda more=more, rows=rows: rows.check(**more)  # noqa: E731
-                name = label(config, page_size)
-                record = bench.measure("decode_attention", model, name, check, call, rows.kv_bytes)
-                if record.us is not None:
-                    timed.append((record.us, config))
-            timed.sort(key=lambda pair: pair[0])
-            if timed:
-                key = (model.head_dim, model.num_q_heads // model.num_kv_heads, page_size)
-                print(f"# TUNED[{key}] = {timed[0][1]}  # {timed[0][0]:.0f} us", flush=True)
-                configs = [config for _, config in timed[:6]]
-            del rows, out
-
-
-def bench_long(bench: Bench) -> None:
-    """Long rows alone, and a few of them among many short ones: what splitting costs and gains."""
-    cuda = bench.device == "cuda"
-    long = 8192 if cuda else 600
-    for model in bench.models:
-        mixed = torch.randint(1, 2 * bench.mean_len, (bench.rows,))
-        mixed[:: max(1, bench.rows // 8)] = long
-        cases = {"8 long": torch.full((8 if cuda else 1,), long), "8 long among short": mixed}
-        for name, lens in cases.items():
-            rows = Rows(bench, model, lens, 1)
-            for num_splits in (1, 4, 16, None):
-                more = {"num_splits": num_splits}
-                call = [lambda more=more, rows=rows: rows.attend(**more)]
-                check = lambda more=more, rows=rows: rows.check(**more)  # noqa: E731
-                variant = f"{name}, splits {num_splits or 'auto'}"
-                bench.measure("decode_attention", model, variant, check, call, rows.kv_bytes)
-            del rows
 
 
 def bench_prefill(bench: Bench) -> None:
@@ -263,17 +131,18 @@ def bench_prefill(bench: Bench) -> None:
     if not cuda:
         cases = {"2 x 5 after 20": (2, 20, 5)}
     for model, (name, (m, start, length)) in product(bench.models, cases.items()):
-        rows = Rows(bench, model, torch.full((m,), start + length), 1)
+        heads = model.num_q_heads, model.num_kv_heads, model.head_dim
+        rows = DecodeRows(np.full(m, start + length), *heads, page_size=1, device=bench.device)
         q = bench.randn(m * length, model.num_q_heads, model.head_dim)
         indptr = torch.arange(m + 1, dtype=torch.int32, device=bench.device) * length
         starts = torch.full((m,), start, dtype=torch.int32, device=bench.device)
-        args = (q, *rows.pool, rows.table, indptr, rows.rows, starts)
+        args = (q, rows.k, rows.v, rows.table, indptr, rows.rows, starts)
 
         def call(backend: str = "triton", args: Any = args, length: int = length) -> torch.Tensor:
             return prefill_attention(*args, max_chunk_len=length, backend=backend)
 
         check = lambda call=call: distance(call(), call("torch"))  # noqa: E731
-        record = bench.measure("prefill_attention", model, name, check, [call], rows.kv_bytes)
+        record = bench.measure("prefill_attention", model, name, check, [call], rows.floor_us * BYTES_PER_US)
         if record.us:
             pairs = m * length * (start + (length + 1) / 2)
             flops = 4 * pairs * model.num_q_heads * model.head_dim

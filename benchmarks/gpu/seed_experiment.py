@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine import device_facts, read
+from common import add, device_facts, dummy_llm, read
 
 LOOPS = ("serial", "overlapped")
 BACKENDS = ("naive", "torch", "triton", "fused")
@@ -47,8 +47,7 @@ def main() -> int:
         for variant in variants:
             if "/".join(variant) not in {record["variant"] for record in read(results)}:
                 record = measure_variant(*variant, args.num_prompts, args.repeats)
-                with results.open("a") as file:
-                    print(json.dumps(record), file=file)
+                add(results, record)
                 print(json.dumps(record), flush=True)
         return 0
     failed = [not run_model(model, args) for model in args.models.split(",")]
@@ -78,18 +77,11 @@ def measure_variant(model: str, loop: str, backend: str, num_prompts: int, repea
     import torch
 
     from phalanx.microbench.offline import draw_workload, measure
-    from phalanx.runtime.llm import LLM
     from phalanx.runtime.step_times import difference, summary_ms
 
     start = time.perf_counter()
-    llm = LLM(
+    llm = dummy_llm(
         model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        progress=False,
-        random_seed=0,
-        context_length=4096,
-        max_running_requests=4096,
         attention_backend="flashinfer",
         page_size=1,
         disable_cuda_graph=True,

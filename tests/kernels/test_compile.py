@@ -20,14 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from phalanx.kernels import (
     decode_attention_long_triton, decode_attention_triton, prefill_attention_triton, rmsnorm_triton,
-    rope_triton, sample_triton, silu_mul_triton,
+    rope_triton, row_order_triton, sample_triton, silu_mul_triton,
 )
 
 FLOATS = "q k v k_pool v_pool out x residual weight gate_up q_norm k_norm logits".split()
 TYPES = dict.fromkeys(FLOATS, "*bf16")
 TYPES |= dict.fromkeys("rows positions slot_mapping seeds".split(), "*i64")
 TYPES |= dict.fromkeys("table seq_lens indptr starts stop_ids counts offsets tokens".split(), "*i32")
-TYPES |= dict.fromkeys("short_lens lanes first_piece".split(), "*i32")
+TYPES |= dict.fromkeys("short_lens lanes first_piece order".split(), "*i32")
 TYPES |= dict.fromkeys("partial cache peaks sums temperature".split(), "*fp32")
 TYPES |= {"finish": "*u8", "scale": "fp32", "eps": "fp32"}
 
@@ -43,19 +43,16 @@ def check(kernel, absent="", warps=4, **consts):
     print(kernel.__name__, consts)
 
 attention = dict(KV_HEADS=8, DIM=128, DIM_BLOCK=128, SPLIT_TOKENS=256, UPCAST=False)
-for group, page, heads, split, stages in [(4, 1, 1, False, 2), (2, 16, 2, True, 1), (7, 1, 1, True, 3)]:
-    check(decode_attention_triton.attend_dot, "" if split else "partial", GROUP=group, GROUP_BLOCK=16,
-          HEADS=heads, PAGE=page, SPLIT=split, STAGES=stages, TOKENS=32, **attention)
-lanes = attention | {"DIM": 80}
-del lanes["UPCAST"]
-for group, split, stages in [(2, False, 1), (4, True, 3)]:
-    check(decode_attention_triton.attend_lanes, "" if split else "partial", GROUP=group, GROUP_BLOCK=group,
-          PAGE=1, SPLIT=split, STAGES=stages, TOKENS=16, **lanes)
+for group, page, split, stages, tokens in [(4, 1, False, 3, 16), (2, 16, True, 1, 32), (7, 1, True, 3, 32)]:
+    absent = "" if split else "partial order"
+    check(decode_attention_triton.attend_rows, absent, GROUP=group, GROUP_BLOCK=16, PAGE=page,
+          ORDERED=split, AHEAD=split, SPLIT=split, STAGES=stages, TOKENS=tokens, **attention)
+check(row_order_triton.rank_rows, ROWS=32, OTHERS=256)
 long = decode_attention_long_triton
 check(long.find_rows, PIECE=512, MAX_ROWS=256, BLOCK=8192, warps=8)
 for group, dim, page in [(4, 128, 1), (7, 80, 16)]:
     check(long.attend_pieces, GROUP=group, GROUP_BLOCK=16, KV_HEADS=8, DIM=dim, DIM_BLOCK=128, PAGE=page,
-          TOKENS=16, PIECE=512, MAX_ROWS=256, STAGES=3, UPCAST=False, warps=1)
+          TOKENS=16, AHEAD=page == 16, PIECE=512, MAX_ROWS=256, STAGES=3, UPCAST=False, warps=1)
 check(long.merge_rows, Q_HEADS=32, DIM=80, DIM_BLOCK=128, PIECE=512, BLOCK=16)
 check(decode_attention_triton.merge_pieces, Q_HEADS=32, DIM=80, DIM_BLOCK=128, TOKENS=32, SPLIT_TOKENS=256,
       SPLITS_BLOCK=16)
@@ -84,11 +81,11 @@ def test_every_model_kernel_compiles_for_hopper(tmp_path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = {line.split()[0] for line in done.stdout.splitlines()}
     assert kernels == {
-        "attend_dot",
+        "attend_rows",
+        "rank_rows",
         "attend_pieces",
         "find_rows",
         "merge_rows",
-        "attend_lanes",
         "merge_pieces",
         "attend_chunks",
         "norm_rows",

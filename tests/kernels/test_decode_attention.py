@@ -11,10 +11,11 @@ from phalanx.kernels import (
     DecodeConfig,
     decode_attention,
     decode_workspace_size,
+    longest_first,
     prefill_attention,
     reference,
 )
-from phalanx.kernels.decode_attention import MAX_SPLITS, SPLIT_TOKENS, TUNED, default_config, default_splits
+from phalanx.kernels.decode_attention import MAX_SPLITS, SPLIT_TOKENS, default_splits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # compiled there, interpreted here
@@ -23,10 +24,9 @@ few = settings(max_examples=max(8, settings.default.max_examples // 5))  # the i
 
 VARIANTS = {
     "torch": {"backend": "torch"},
-    "dot": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=2, num_stages=2)},
-    "dot32": {"backend": "triton", "config": DecodeConfig(tokens=32, num_warps=4, num_stages=3)},
-    "heads": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=4, heads=2)},
-    "lanes": {"backend": "triton", "config": DecodeConfig(tokens=8, num_warps=2, num_stages=1, dot=False)},
+    "tiles of 16": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=2, num_stages=2)},
+    "ahead": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=2, ahead=True)},
+    "tiles of 32": {"backend": "triton", "config": DecodeConfig(tokens=32, num_warps=4, num_stages=3)},
 }
 # bf16 is truncated, not rounded, by Triton's interpreter.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
@@ -139,19 +139,31 @@ def test_automatic_splits():
     assert default_splits(1, 8, SPLIT_TOKENS) == 1
     assert default_splits(16, 8, 2 * SPLIT_TOKENS + 1) == 3
     case = Case([600], 4, 2, 16)
-    assert_near(*run(case, case.queries(1), "dot32"))
+    assert_near(*run(case, case.queries(1), "tiles of 32"))
 
 
-def test_tuned_configurations_are_taken(monkeypatch):
-    tuned = DecodeConfig(tokens=64, heads=2)
-    monkeypatch.setitem(TUNED, (16, 4, 1), tuned)
-    assert default_config(16, 4, 1, 8) is tuned
-    assert default_config(16, 4, 1, 3) == DecodeConfig(tokens=64)
-    assert default_config(16, 4, 16, 8) != tuned
-    for num_kv_heads in (1, 2):
-        case = Case([70, 3], 4 * num_kv_heads, num_kv_heads, 16)
-        args = (case.queries(2), *case.pool(), case.rows, case.lens)
-        assert_near(decode_attention(*args, backend="triton"), reference.decode_attention(*args))
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.fuzz
+@few
+@given(
+    lens=st.lists(st.integers(0, 9) | st.integers(0, 200_000), min_size=0, max_size=300),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_longest_first_is_a_stable_order(backend, lens, dtype):
+    order = longest_first(torch.tensor(lens, dtype=dtype, device=DEVICE), backend=backend)
+    assert order.dtype == torch.int32
+    assert order.tolist() == sorted(range(len(lens)), key=lambda row: -lens[row])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_the_order_of_rows_changes_no_bit(num_splits):
+    case = Case([3, 2 * SPLIT_TOKENS + 40, 0, 40, 1], 4, 2, 16)
+    args, more = (case.queries(5), *case.pool(), case.rows, case.lens), {"num_splits": num_splits}
+    want = decode_attention(*args, backend="triton", **more)
+    assert_near(want, reference.decode_attention(*args))
+    for order in (longest_first(case.lens), torch.tensor([2, 0, 4, 1, 3], dtype=torch.int32, device=DEVICE)):
+        out = torch.full_like(want, torch.nan)
+        assert decode_attention(*args, backend="triton", order=order, out=out, **more).equal(want)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -186,7 +198,7 @@ def test_large_scores_do_not_overflow(variant):
     torch.testing.assert_close(got.double(), reference.decode_attention(*args), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("variant", ["torch", "dot", "lanes"])
+@pytest.mark.parametrize("variant", ["torch", "tiles of 16"])
 def test_addresses_past_2_to_the_31(variant):
     """The row starts past entry 2^31 of the table and its slots lie past entry 2^31 of the pool."""
     table = torch.empty(16386, 131072, dtype=torch.int32, device=DEVICE)
@@ -271,10 +283,12 @@ def test_bad_arguments_are_named():
         call(num_splits=0)
     with pytest.raises(ValueError, match=r"config\.tokens must be a power of two of at least 16"):
         call(config=DecodeConfig(tokens=8))
-    with pytest.raises(ValueError, match=r"config\.heads is 4"):
-        call(config=DecodeConfig(heads=4))
-    with pytest.raises(ValueError, match=r"config\.heads is 2"):
-        call(config=DecodeConfig(heads=2, dot=False))
+    with pytest.raises(ValueError, match="order must have shape"):
+        call(order=case.lens[:1])
+    with pytest.raises(TypeError, match="order must be int32"):
+        call(order=case.rows.long())
+    with pytest.raises(TypeError, match="seq_lens must be int32 or int64"):
+        longest_first(q)
     with pytest.raises(ValueError, match="out must have a last stride of 1"):
         call(out=torch.empty(2, 16, 4, device=DEVICE).transpose(1, 2))
     _, args, _ = chunk_case([(0, 3)], 0, (2, 1, 8))
@@ -290,13 +304,12 @@ def test_graph_replays_follow_device_lengths():
     q, out = case.queries(64), torch.empty(64, 8, 128, dtype=torch.bfloat16, device=DEVICE)
     args = (q, *case.pool(), case.rows, case.lens)
     graphs = []
-    for name in ("dot", "lanes"):
-        for num_splits in (1, 2):
-            more = VARIANTS[name] | {"num_splits": num_splits, "out": out}
-            decode_attention(*args, **more)  # compile outside the capture
-            graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1]):
-                decode_attention(*args, **more)
+    for num_splits in (1, 2):
+        more = VARIANTS["tiles of 16"] | {"num_splits": num_splits, "out": out}
+        decode_attention(*args, **more)  # compile outside the capture
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            decode_attention(*args, order=longest_first(case.lens), **more)
     for seed in range(3):
         case.lens.copy_(torch.randint(0, 301, (64,), generator=torch.Generator().manual_seed(seed)))
         want = reference.decode_attention(*args)
@@ -308,16 +321,18 @@ def test_graph_replays_follow_device_lengths():
 
 @cuda_only
 def test_no_new_kernel_for_another_batch_or_table():
-    from phalanx.kernels.decode_attention_triton import attend_dot
+    from phalanx.kernels.decode_attention_triton import attend_rows
 
     def compiled():
-        return sum(len(cache[0]) for cache in attend_dot.device_caches.values())
+        return sum(len(cache[0]) for cache in attend_rows.device_caches.values())
 
     case = Case([20] * 64, 8, 2, 128, dtype=torch.bfloat16)
     q = torch.randn(64, 8, 128, dtype=torch.bfloat16, device=DEVICE)
-    decode_attention(q, *case.pool(), case.rows, case.lens, **VARIANTS["dot"])
+    decode_attention(q, *case.pool(), case.rows, case.lens, **VARIANTS["tiles of 16"])
     before = compiled()
     for bs in (1, 16, 33):
         table = torch.nn.functional.pad(case.table, (0, bs))
-        decode_attention(q[:bs], case.k, case.v, table, case.rows[:bs], case.lens[:bs], **VARIANTS["dot"])
+        decode_attention(
+            q[:bs], case.k, case.v, table, case.rows[:bs], case.lens[:bs], **VARIANTS["tiles of 16"]
+        )
     assert compiled() == before

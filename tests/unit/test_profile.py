@@ -45,7 +45,7 @@ def device_step(start: float) -> list[dict[str, Any]]:
     return [
         kernel(start, 5, "prepare_lanes"),
         kernel(start + 5, 40, "nvjet_sm90_tst_128x256"),
-        kernel(start + 50, 20, "attend_dot"),
+        kernel(start + 50, 20, "attend_rows"),
         kernel(start + 70, 10, "rope_heads"),
         kernel(start + 80, 5, "choose_tokens"),
         kernel(start + 88, 1, "Memcpy DtoH (Device -> Pinned)", "gpu_memcpy"),

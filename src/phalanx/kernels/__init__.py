@@ -13,6 +13,7 @@ from phalanx.kernels.kv_indices import create_kv_indices
 from phalanx.kernels.prefill_attention import prefill_attention
 from phalanx.kernels.rmsnorm import add_rms_norm, rms_norm
 from phalanx.kernels.rope import rope
+from phalanx.kernels.row_order import longest_first
 from phalanx.kernels.sample import sample, sample_workspace_size
 from phalanx.kernels.silu_mul import silu_mul
 from phalanx.kernels.step_prep import StepPrepBuffers, step_prep
@@ -28,6 +29,7 @@ __all__ = [
     "decode_workspace_size",
     "find_long_rows",
     "gather_kv",
+    "longest_first",
     "prefill_attention",
     "rms_norm",
     "rope",

@@ -6,7 +6,7 @@ decides the speed; long rows are right too, and can be split over several progra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -26,34 +26,20 @@ class DecodeConfig:
     """How the Triton kernel is cut; every choice gives the same result up to rounding.
 
     Attributes:
-        tokens: K and V rows that a program takes at a time, a power of two (at least 16 with `dot`).
-        num_warps, num_stages: of the program; stages of 1 turn software pipelining off.
-        heads: KV heads of one row that a program covers, a power of two that divides their number; more than
-            one needs `dot`.
-        dot: the matrix units on a query group padded to 16 rows; else multiply and sum, one running softmax
-            per token lane, merged once at the end of the row. The latter suits groups of 1 to 4.
+        tokens: K and V rows that a program takes at a time, a power of two of at least 16.
+        num_warps: of a program. num_stages: of the loop's software pipeline; 1 turns it off.
+        ahead: a tile's slots are read one tile early, so that the pipeline holds K and V alone.
     """
 
     tokens: int = 32
     num_warps: int = 2
     num_stages: int = 2
-    heads: int = 1
-    dot: bool = True
+    ahead: bool = False
 
 
-# (head_dim, query heads per KV head, page_size) -> what measured best where `default_config` did not.
-TUNED: dict[tuple[int, int, int], DecodeConfig] = {}
-
-
-def default_config(head_dim: int, group: int, page_size: int, num_kv_heads: int) -> DecodeConfig:
-    """The tuned configuration of a shape, or the one that was best of all on an H200 (docs/measured.md).
-
-    One tuned for programs of several KV heads takes them singly where their number does not divide.
-    """
-    tuned = TUNED.get((head_dim, group, page_size))
-    if tuned is not None:
-        return tuned if num_kv_heads % tuned.heads == 0 else replace(tuned, heads=1)
-    # One warp and small tiles: many rows in flight, each three tiles ahead. It holds a head_dim of 128.
+def default_config(head_dim: int) -> DecodeConfig:
+    """The configuration that was best of all on an H200 (docs/measured.md)."""
+    # One warp and small tiles: many rows in flight, each with tiles on their way. It holds a head_dim of 128.
     return DecodeConfig(tokens=16, num_warps=1 if head_dim <= 128 else 2, num_stages=3)
 
 
@@ -93,6 +79,7 @@ def decode_attention(
     num_splits: int | None = None,
     workspace: torch.Tensor | None = None,
     config: DecodeConfig | None = None,
+    order: torch.Tensor | None = None,
     long_rows: LongRows | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -113,8 +100,11 @@ def decode_attention(
         A row of up to SPLIT_TOKENS tokens is never split.
     workspace: at least `decode_workspace_size` fp32 entries, contiguous; allocated if None and needed.
     config: see DecodeConfig; None: `default_config`.
+    order: [bs] int32, contiguous: the order in which the rows are begun, each once (`longest_first`); None:
+        as they come. It changes no result.
+    long_rows: of these seq_lens (`find_long_rows`): those rows are cut into pieces.
     backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16). The torch
-        one reads the longest length on the host. Splits and config are of the Triton one.
+        one reads the longest length on the host. Splits, config, order and long_rows are of the Triton one.
 
     Softmax and sums are fp32. The Triton backend reads nothing on the host and can be captured in a CUDA
     graph; 0 rows launch nothing. Raises TypeError or ValueError naming the argument at fault.
@@ -131,10 +121,12 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads = k_pool.shape[1]
     if config is None:
-        config = default_config(q.shape[2], q.shape[1] // num_kv_heads, page_size, num_kv_heads)
-    check_config(config, num_kv_heads)
+        config = default_config(q.shape[2])
+    check_config(config)
+    if order is not None:
+        check_tensor("order", order, dtypes=(torch.int32,), shape=(bs,), device=q.device, contiguous=True)
     if num_splits is None:
-        num_splits = default_splits(bs, num_kv_heads // config.heads, req_to_token.shape[1])
+        num_splits = default_splits(bs, num_kv_heads, req_to_token.shape[1])
     needed = _check_splits(q, num_splits, workspace)
     if bs == 0:
         return out
@@ -152,8 +144,13 @@ def decode_attention(
         return out
     from phalanx.kernels import decode_attention_triton
 
-    if long_rows is not None and long_rows.short_lens.shape != seq_lens.shape:
-        raise ValueError(f"long_rows are those of {len(long_rows.short_lens)} rows, seq_lens has {bs}")
+    if long_rows is not None:
+        if long_rows.short_lens.shape != seq_lens.shape:
+            raise ValueError(f"long_rows are those of {len(long_rows.short_lens)} rows, seq_lens has {bs}")
+        if long_rows.piece_tokens % config.tokens:
+            raise ValueError(
+                f"config.tokens {config.tokens} does not divide pieces of {long_rows.piece_tokens}"
+            )
     if needed and workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
     decode_attention_triton.attend(
@@ -163,6 +160,7 @@ def decode_attention(
         req_to_token,
         rows,
         seq_lens if long_rows is None else long_rows.short_lens,
+        order,
         out,
         workspace,
         page_size=page_size,
@@ -210,17 +208,11 @@ def check_attention(
             raise ValueError(f"{name} must have a last stride of 1, got strides {tensor.stride()}")
 
 
-def check_config(config: DecodeConfig, num_kv_heads: int) -> None:
+def check_config(config: DecodeConfig) -> None:
     """Raise ValueError for a configuration that the kernel cannot run."""
-    least = 16 if config.dot else 1
-    for name, value, low in (("tokens", config.tokens, least), ("num_warps", config.num_warps, 1)):
+    for name, value, low in (("tokens", config.tokens, 16), ("num_warps", config.num_warps, 1)):
         if value < low or value & (value - 1):
             raise ValueError(f"config.{name} must be a power of two of at least {low}, got {value}")
-    heads = config.heads
-    if heads < 1 or heads & (heads - 1) or num_kv_heads % heads or (heads > 1 and not config.dot):
-        raise ValueError(
-            f"config.heads is {heads}: needs a power of two that divides {num_kv_heads}, and dot"
-        )
     if config.num_stages < 1:
         raise ValueError(f"config.num_stages must be at least 1, got {config.num_stages}")
 

@@ -10,10 +10,9 @@ import triton.language as tl
 
 from phalanx.kernels.decode_attention import DecodeConfig
 from phalanx.kernels.decode_attention_long import MAX_LONG, LongRows
-from phalanx.kernels.decode_attention_triton import interpreted, token_slots
+from phalanx.kernels.decode_attention_triton import UNSEEN, attend_range, interpreted
 from phalanx.kernels.kv_indices_triton import device_guard
 
-_UNSEEN = tl.constexpr(-1.0e30)  # see decode_attention_triton
 _NEVER = tl.constexpr(1 << 30)  # a piece number that does not come
 _PROGRAMS = 1024  # of the launch over pieces: a GPU's worth, each takes every so-many-th piece
 _MERGE_ROWS = 16  # programs a query head; each takes every so-many-th row
@@ -75,6 +74,7 @@ def attend_pieces(
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PIECE: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -82,12 +82,11 @@ def attend_pieces(
 ):
     """Every so-many-th piece, for one KV head: its sum of values, highest score and sum of weights.
 
-    scale includes log2(e). UPCAST: as in `attend_dot`.
+    scale, UPCAST: as in `attend_range`.
     """
     head = tl.program_id(0)
     num_pieces = tl.load(counts)
     num_rows = tl.load(counts + 1)
-    token = tl.arange(0, TOKENS)
     group, dim = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     q_head = head * GROUP + group
     q_mask = (group < GROUP) & (dim < DIM)
@@ -100,29 +99,10 @@ def attend_pieces(
         end = tl.minimum(begin + PIECE, tl.load(seq_lens + lane).to(tl.int32))
         source = table + tl.load(rows + lane).to(tl.int64) * table_stride
         query = tl.load(q + lane * q_row_stride + q_head * q_head_stride + dim, mask=q_mask, other=0.0)
-        if UPCAST:
-            query = query.to(tl.float32)
-        peak = tl.full([GROUP_BLOCK], _UNSEEN, tl.float32)
-        total = tl.zeros([GROUP_BLOCK], tl.float32)
-        acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-        for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
-            live = first + token < end
-            slot = token_slots(source, first + token, live, PAGE)
-            offset = slot[:, None] * (KV_HEADS * DIM) + head * DIM + dim
-            mask = live[:, None] & (dim < DIM) if DIM_BLOCK > DIM else live[:, None]
-            k = tl.load(k_pool + offset, mask=mask, other=0.0)
-            v = tl.load(v_pool + offset, mask=mask, other=0.0)
-            if UPCAST:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-            score = tl.where(live[None, :], score, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(score, 1))
-            p = tl.exp2(score - new_peak[:, None])
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.sum(p, 1)
-            peak = new_peak
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        peak, total, acc = attend_range(
+            query, k_pool, v_pool, source, begin, end, head, scale,
+            GROUP_BLOCK, KV_HEADS, DIM, DIM_BLOCK, PAGE, TOKENS, AHEAD, STAGES, UPCAST,
+        )  # fmt: skip
         base = partial + (piece * (KV_HEADS * GROUP) + q_head) * (DIM + 2)
         tl.store(base + dim, acc, mask=q_mask)
         tl.store(base + DIM, peak[:, None], mask=group < GROUP)
@@ -154,13 +134,13 @@ def merge_rows(
         lane = tl.load(lanes + rank).to(tl.int64)
         first = tl.load(first_piece + rank).to(tl.int64)
         count = (tl.load(seq_lens + lane).to(tl.int32) + PIECE - 1) // PIECE
-        peak = _UNSEEN + 0.0
+        peak = UNSEEN + 0.0
         total = 0.0
         acc = tl.zeros([DIM_BLOCK], tl.float32)
         for start in range(0, count, BLOCK):
             used = start + number < count
             base = partial + ((first + start + number) * Q_HEADS + head) * (DIM + 2)
-            peaks = tl.load(base + DIM, mask=used, other=_UNSEEN)
+            peaks = tl.load(base + DIM, mask=used, other=UNSEEN)
             new_peak = tl.maximum(peak, tl.max(peaks, 0))
             share = tl.where(used, tl.exp2(peaks - new_peak), 0.0)
             shrink = tl.exp2(peak - new_peak)
@@ -236,7 +216,8 @@ def attend_long(
             DIM=head_dim,
             DIM_BLOCK=dim_block,
             PAGE=page_size,
-            TOKENS=max(16, config.tokens),
+            TOKENS=config.tokens,
+            AHEAD=config.ahead,
             PIECE=long_rows.piece_tokens,
             MAX_ROWS=MAX_LONG,
             STAGES=config.num_stages,
