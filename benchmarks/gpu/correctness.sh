@@ -26,7 +26,7 @@ steady="--num-prompts 4096 --random-range-ratio 1 --warm-up-steps 64"
 run_part() {
   case $1 in
     wide) tests tests/models/test_gpu_wide.py ;;
-    heads) tests tests/models/test_gpu_engine.py -k "logits_are_as_near" ;;
+    heads) tests tests/models/test_cuda_engine.py -k "logits_are_as_near" ;;
     smollm2) tests tests/models/test_gpu_smollm2.py ;;
     memcheck) "$python" benchmarks/gpu/server_memcheck.py "$out" ;;
     # Every tensor is an allocation of its own then, so that a byte past its end is seen.

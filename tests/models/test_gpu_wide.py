@@ -20,7 +20,7 @@ from phalanx.engine.buckets import bucket_of
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.worker import Worker
 from phalanx.scheduler.scheduler import Scheduler
-from tests.models.test_gpu_engine import (
+from tests.models.test_cuda_engine import (
     CONFIG,
     KINDS,
     dummy_decoder,

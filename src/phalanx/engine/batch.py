@@ -25,12 +25,12 @@ class SentPlan:
 
     decode: [4 + bucket] int32: the number of live lanes, three unused, the row of each lane (0: padding);
     None without decode rows. arrays: the others by name: `plan_arrays` and `DeviceRows.grant_arrays`. whole:
-    the memory that they are views of, grants last; None on the CPU.
+    the memory that they are views of, grants last.
     """
 
     decode: torch.Tensor | None
     arrays: dict[str, torch.Tensor]
-    whole: torch.Tensor | None
+    whole: torch.Tensor
 
 
 class BatchBuilder:

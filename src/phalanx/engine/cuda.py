@@ -7,8 +7,7 @@ next step. Nothing between a plan and its handle asks the device for a value.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import TypeVar
+import logging
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from phalanx.engine.launch_times import LaunchTimes
 from phalanx.engine.plan_arrays import HEADER
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
-from phalanx.engine.warm_up import padding_chunk
+from phalanx.engine.warm_up import LONGEST_TRIED, padding_prompts, pin_buffers, prompt_sizes, with_bar
 from phalanx.kernels import sample
 from phalanx.kvcache.pool import KVPool
 from phalanx.sampling.logprobs import position_logprobs, prompt_logprobs
@@ -32,8 +31,9 @@ from phalanx.sampling.rows import EAGER, SamplingRows
 from phalanx.sampling.sampler import Sampler
 from phalanx.sampling.tensors import to_device
 
+logger = logging.getLogger(__name__)
+
 _CHUNK_LENGTHS = (1, 16, 64)  # prompts that run every variant of the prefill kernel once
-_T = TypeVar("_T")
 _EAGER_LINES = 512  # logits that the eager sampler copies at a time
 
 
@@ -61,6 +61,8 @@ class CudaEngine:
         self._attn = attn
         self._buckets = decode_buckets(scheduler.max_running_requests)
         self._max_graph_rows = settings.engine.cuda_graph_max_bs if settings.engine.cuda_graph else 0
+        chunk = scheduler.chunked_prefill_size
+        self._most_prompt_tokens = min(scheduler.max_prefill_tokens, chunk if chunk > 0 else 1 << 30)
         self._rows = DeviceRows(
             num_rows, scheduler.context_length, grant_ring(scheduler, pool.page_size), device
         )
@@ -90,20 +92,40 @@ class CudaEngine:
     def warm_up(self, *, progress: bool) -> None:
         """Run every kind of step once on padding rows, so that kernels are compiled, and capture the graphs.
 
+        Prompts of many sizes follow: what a step meets for the first time (a product's kernel that has to be
+        loaded, memory that has to be asked for) can wait for the device, and would hold up a launch.
+
         progress: draw a bar on standard error.
         """
         title = "capturing steps" if self._max_graph_rows else "warming up"
+        sizes = [*self._buckets[::-1], *self._wanted_shapes, *prompt_sizes(self._most_prompt_tokens)[::-1]]
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for length in _CHUNK_LENGTHS:
-                plan = padding_chunk(min(length, self._rows.max_context))
-                self._mixed(plan, self._batches.copy(plan))
-            for size in _with_bar([*self._buckets[::-1], *self._wanted_shapes], title, progress):
+                self._run_prompts(length)
+            for n, size in enumerate(with_bar(sizes, title, progress)):
                 if isinstance(size, MixedShape):
                     self._capture_mixed(size)
-                else:
+                elif n < len(self._buckets):
                     self._capture_decode(size)
+                else:
+                    self._try_prompts(size)
+        pin_buffers(self._most_prompt_tokens)
         torch.cuda.synchronize(self._device)
         self._batches.clock.take()  # of no step
+
+    def _run_prompts(self, num_tokens: int) -> None:
+        plan = padding_prompts(num_tokens, min(LONGEST_TRIED, self._rows.max_context))
+        self._mixed(plan, self._batches.copy(plan))
+
+    def _try_prompts(self, num_tokens: int) -> None:
+        try:
+            self._run_prompts(num_tokens)
+        except torch.OutOfMemoryError:
+            logger.warning(
+                "a step of %d prompt tokens does not fit into the memory that is left: one of that size will "
+                "fail; lower --mem-fraction-static or --chunked-prefill-size",
+                num_tokens,
+            )
 
     def _capture_decode(self, bucket: int) -> None:
         inputs = torch.zeros(HEADER + bucket, dtype=torch.int32, device=self._device)
@@ -117,8 +139,7 @@ class CudaEngine:
             self._graphs.capture(bucket, inputs, lambda: self._compute(bucket), before)
 
     def _capture_mixed(self, shape: MixedShape) -> None:
-        sent = self._batches.copy(padding_chunk(1), shape)
-        assert sent.whole is not None
+        sent = self._batches.copy(padding_prompts(1, 1), shape)
 
         def step() -> Sampled:
             arrays = sent.arrays
@@ -166,9 +187,7 @@ class CudaEngine:
         shape = self._mixed_shape(plan)
         sent = self._batches.send(plan, shape)
         if shape is not None:
-            inputs = sent.whole
-            assert inputs is not None
-            sampled = self._graphs.replay(shape, inputs)
+            sampled = self._graphs.replay(shape, sent.whole)
         elif plan.prefill.count or sent.decode is None:
             sampled = self._mixed(plan, sent)
         elif len(sent.decode) - HEADER in self._graphs:
@@ -302,13 +321,3 @@ class CudaEngine:
                 return output, None
             hidden.record_stream(self._side)
             return output, prompt_logprobs(hidden, self._model.logits, wanted)
-
-
-def _with_bar(items: list[_T], title: str, progress: bool) -> Iterator[_T]:
-    """Yield the items, with a bar on standard error that counts them."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        yield from bar.track(items)

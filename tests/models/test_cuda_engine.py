@@ -1,16 +1,20 @@
-"""The CUDA engine: logits against transformers, graphs against eager steps, loops against each other."""
+"""The CUDA engine: logits against transformers, graphs against eager steps, loops against each other.
+
+Without a GPU the same engine runs on CPU tensors (`stand_in_cuda`): all but what only a device can show.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 
+from phalanx.attention.base import AttentionBackend, ForwardBatch
 from phalanx.attention.registry import create_attention
 from phalanx.config.groups import (
     CacheConfig,
@@ -26,24 +30,26 @@ from phalanx.core.errors import EngineError
 from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish
+from phalanx.engine.buckets import MixedShape
 from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.memory import DTYPES
+from phalanx.engine.warm_up import padding_prompts, prompt_sizes
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.dummy import BUILTIN_CONFIGS
 from phalanx.models.weights import iter_dummy_weights
 from phalanx.runtime.worker import Worker
 from phalanx.scheduler.scheduler import Scheduler
+from tests.models.stand_in_cuda import stand_in
 from tests.models.test_decoder import config_of
 from tests.models.tiny import tiny_model
 from tests.unit.step_plans import HandScheduler
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+HAS_CUDA = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if HAS_CUDA else []
+cuda_only = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 needs_flashinfer = pytest.mark.skipif(not detect().has_flashinfer, reason="needs flashinfer")
-CUDA = torch.device("cuda:0")
+DEVICE = torch.device("cuda:0" if HAS_CUDA else "cpu")
 GREEDY = SamplingParams(temperature=0)
 CONTEXT = 96
 CONFIG: ModelConfig = msgspec.structs.replace(
@@ -88,10 +94,16 @@ def settings(
 
 def dummy_decoder(dtype: str) -> Decoder:
     """Ten times the usual spread, so that a wrong position or a missing token changes the argmax."""
-    decoder = Decoder(CONFIG, dtype=DTYPES[dtype], device=CUDA)
-    weights = iter_dummy_weights(CONFIG, seed=3, dtype=DTYPES[dtype], device=CUDA)
+    decoder = Decoder(CONFIG, dtype=DTYPES[dtype], device=DEVICE)
+    weights = iter_dummy_weights(CONFIG, seed=3, dtype=DTYPES[dtype], device=DEVICE)
     decoder.load_weights((name, w if name.endswith("norm.weight") else w * 10) for name, w in weights)
     return decoder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[None]:
+    with nullcontext() if HAS_CUDA else stand_in():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +119,10 @@ def make_engine(chosen: Settings, model: object, num_pages: int) -> CudaEngine:
             num_pages=num_pages,
             page_size=chosen.cache.page_size,
             dtype=DTYPES[chosen.cache.dtype],
-            device=CUDA,
+            device=DEVICE,
         )
-        attn = create_attention(chosen.engine.attention_backend, chosen.model, CUDA)
-        engine = CudaEngine(chosen, model, pool, attn, CUDA)
+        attn = create_attention(chosen.engine.attention_backend, chosen.model, DEVICE)
+        engine = CudaEngine(chosen, model, pool, attn, DEVICE)
     engine.warm_up(progress=False)
     return engine
 
@@ -193,17 +205,17 @@ def test_logits_are_as_near_to_fp32_as_transformers(
     theirs = tiny_model(family, **shape)
     config = config_of(theirs)
     with torch.inference_mode():
-        ours = Decoder(config, dtype=torch.bfloat16, device=CUDA)
+        ours = Decoder(config, dtype=torch.bfloat16, device=DEVICE)
         ours.load_weights(theirs.state_dict().items())
     chosen = settings(config, backend=backend, graph=graph, page_size=page_size)
     rig = Rig(chosen, ours, num_pages=400)
     prompts = [[t % config.vocab_size for t in prompt] for prompt in PROMPTS]
     tokens, got = serve(rig, prompts, 8)
-    rounded = tiny_model(family, **shape).to(torch.bfloat16).cuda()
-    full = theirs.cuda()
+    rounded = tiny_model(family, **shape).to(DEVICE, torch.bfloat16)
+    full = theirs.to(DEVICE)
     error, allowed = [], []
     for row, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt + tokens[row, :-1].tolist()], device=CUDA)
+        ids = torch.tensor([prompt + tokens[row, :-1].tolist()], device=DEVICE)
         with torch.inference_mode():
             want = full(ids).logits[0, len(prompt) - 1 :].float().cpu()
             same_dtype = rounded(ids).logits[0, len(prompt) - 1 :].float().cpu()
@@ -265,6 +277,23 @@ def test_captured_mixed_steps_equal_eager_ones(models, backend: str) -> None:
         for part in (*rig.pool.k, *rig.pool.v):
             assert torch.isfinite(part).all()
     assert (found[0] - found[1]).norm() / found[1].norm() < 2e-2
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="graphs do not tell what they ran")
+def test_steps_take_the_smallest_graph_that_holds_them(models) -> None:
+    rig = Rig(settings(CONFIG), models["bfloat16"])
+    rows = list(range(1, 13))
+    for row in rows:
+        rig.hand.add(row, [5, 9, 13], GREEDY)
+    rig.step(chunks=[(row, 3) for row in rows[:2]])  # prompts alone run eagerly
+    rig.step(decode=rows[:2], chunks=[(row, 3) for row in rows[2:]])
+    rig.step(decode=rows)
+    rig.step(decode=rows[:3])
+    rig.hand.add(13, list(range(90)), GREEDY)
+    for row in range(14, 21):
+        rig.hand.add(row, [5, 9, 13, 2, 7, 8] * 6, GREEDY)
+    rig.step(decode=rows, chunks=[(13, 90), *((row, 36) for row in range(14, 21))])  # more than 128 tokens
+    assert rig.engine._graphs.replayed == [MixedShape(8, 128, 16), 16, 8]
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -337,6 +366,7 @@ KINDS: list[SamplingParams] = [
 ]
 
 
+@cuda_only
 @pytest.mark.parametrize("graph", [True, False])
 def test_launching_never_waits_for_the_device(models, graph: bool) -> None:
     """Steps of every kind: entering rows, chunks, grants, decode, filters, penalties, log-probabilities."""
@@ -446,14 +476,14 @@ def test_alone_equals_in_a_batch(models) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(1, "bfloat16"), (16, "bfloat16"), (4, "float16")])
-def test_2000_requests_through_a_small_pool(models, page_size: int, dtype: str) -> None:
+def test_many_requests_through_a_small_pool(models, page_size: int, dtype: str) -> None:
     """B06: more buckets than rows. Every request ends for its own reason, every page comes back."""
     model = models["bfloat16"]
     if dtype == "float16":
         with torch.inference_mode():
             model = dummy_decoder(dtype)
     chosen = settings(CONFIG, dtype=dtype, rows=100, page_size=page_size, chunk=128)
-    requests = requests_of(2000, seed=3, max_new=20)
+    requests = requests_of(2000 if HAS_CUDA else 300, seed=3, max_new=20)
     tokens, ends = run_worker(chosen, model, requests, num_pages=1200 // page_size + 1)
     for request in requests:
         found = tokens[request.stream_id]
@@ -478,3 +508,37 @@ def test_a_step_that_cannot_be_launched_harms_no_other(models) -> None:
         rig.engine.launch(spoiled).result()
     got = [rig.engine.launch(plan).result().tokens[0]] + [rig.step(decode=[1]).tokens[0] for _ in range(5)]
     assert got == [reference.step(decode=[1]).tokens[0] for _ in range(6)]
+
+
+class NarrowModel:
+    """Runs out of memory in steps of more than 64 tokens."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model, self.logits = model, model.logits
+        self.sizes: list[int] = []
+
+    def forward(self, batch: ForwardBatch, pool: KVPool, attn: AttentionBackend) -> torch.Tensor:
+        self.sizes.append(len(batch.input_ids))
+        if len(batch.input_ids) > 64:
+            raise torch.OutOfMemoryError("no memory")
+        return self._model.forward(batch, pool, attn)
+
+
+def test_prompts_of_all_sizes_are_tried_before_the_first_request(models, caplog) -> None:
+    narrow = NarrowModel(models["bfloat16"])
+    rig = Rig(settings(CONFIG, graph=False, chunk=300), narrow)
+    assert [size for size in narrow.sizes if size > 64] == [300, 256, 128]
+    assert [record.args for record in caplog.records if "does not fit" in record.message] == [
+        (300,), (256,), (128,),
+    ]  # fmt: skip
+    rig.hand.add(1, PROMPTS[0], GREEDY)
+    assert rig.step(chunks=[(1, 5)]).finish.tolist() == [Finish.NONE]
+
+
+def test_sizes_and_shapes_of_padding_prompts() -> None:
+    assert prompt_sizes(8192) == [128, 256, 512, 1024, 2048, 4096, 8192]
+    assert prompt_sizes(300) == [128, 256, 300] and prompt_sizes(1) == [1] and prompt_sizes(128) == [128]
+    plan = padding_prompts(300, 128)
+    assert plan.prefill.lens.tolist() == [128, 128, 44] and plan.prefill.is_last.tolist() == [0, 0, 1]
+    assert len(plan.prefill.input_ids) == len(plan.prefill.slots) == 300 and not plan.prefill.slots.any()
+    assert padding_prompts(256, 128).prefill.lens.tolist() == [128, 128]
