@@ -123,13 +123,30 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def bench_prefill(bench: Bench) -> None:
-    """Chunks as a mixed step has them (many short prompts), and one long chunk behind a prefix."""
-    from phalanx.kernels import prefill_attention
+    """Chunks as a mixed step has them (many short prompts), whole prompts, and one behind a prefix."""
+    from phalanx.kernels import prefill_attention, prefill_attention_triton
 
     cuda = bench.device == "cuda"
-    cases = {"64 x 16": (64, 0, 16), "1 x 2048 after 2048": (1, 2048, 2048), "16 x 512": (16, 0, 512)}
+    cases = {
+        "512 x 16": (512, 0, 16),
+        "16 x 512": (16, 0, 512),
+        "4 x 2048": (4, 0, 2048),
+        "1 x 8192": (1, 0, 8192),
+        "1 x 2048 after 2048": (1, 2048, 2048),
+    }
+    # Queries, tokens, warps, stages.
+    tiles = (
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 128, 4, 2),
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+    )
     if not cuda:
-        cases = {"2 x 5 after 20": (2, 20, 5)}
+        cases, tiles = {"2 x 5 after 20": (2, 20, 5)}, tiles[:1]
+    names = ("QUERIES", "TOKENS", "NUM_WARPS", "NUM_STAGES")
+    default = [getattr(prefill_attention_triton, name) for name in names]
     for model, (name, (m, start, length)) in product(bench.models, cases.items()):
         heads = model.num_q_heads, model.num_kv_heads, model.head_dim
         rows = DecodeRows(np.full(m, start + length), *heads, page_size=1, device=bench.device)
@@ -141,12 +158,20 @@ def bench_prefill(bench: Bench) -> None:
         def call(backend: str = "triton", args: Any = args, length: int = length) -> torch.Tensor:
             return prefill_attention(*args, max_chunk_len=length, backend=backend)
 
-        check = lambda call=call: distance(call(), call("torch"))  # noqa: E731
-        record = bench.measure("prefill_attention", model, name, check, [call], rows.floor_us * BYTES_PER_US)
-        if record.us:
-            pairs = m * length * (start + (length + 1) / 2)
-            flops = 4 * pairs * model.num_q_heads * model.head_dim
-            print(f"#   {flops / record.us / 1e6:.0f} TFLOP/s", flush=True)
+        want = call("torch").clone()
+        for tile in tiles:
+            for constant, value in zip(names, tile, strict=True):
+                setattr(prefill_attention_triton, constant, value)
+            check = lambda call=call, want=want: distance(call(), want)  # noqa: E731
+            variant = f"{name}, tile {'x'.join(map(str, tile))}"
+            num_bytes = rows.floor_us * BYTES_PER_US
+            record = bench.measure("prefill_attention", model, variant, check, [call], num_bytes)
+            if record.us:
+                pairs = m * length * (start + (length + 1) / 2)
+                flops = 4 * pairs * model.num_q_heads * model.head_dim
+                print(f"#   {flops / record.us / 1e6:.0f} TFLOP/s", flush=True)
+        for constant, value in zip(names, default, strict=True):
+            setattr(prefill_attention_triton, constant, value)
 
 
 def bench_elementwise(bench: Bench) -> None:

@@ -15,6 +15,7 @@ QUERIES = 64  # rows of the query tile: (token, query head of the group) pairs
 TOKENS = 64  # K and V rows at a time
 NUM_WARPS = 4
 NUM_STAGES = 2
+_MOST_WARPS = {16: 2, 32: 4, 64: 4}  # of the tile of short prompts
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -142,5 +143,5 @@ def attend(
             TOKENS=TOKENS if q.itemsize == 2 else TOKENS // 2,  # fp32 tiles of 64 spill registers
             STAGES=NUM_STAGES,
             UPCAST=interpreted(attend_chunks),
-            num_warps=NUM_WARPS if queries >= 32 else NUM_WARPS // 2,
+            num_warps=min(NUM_WARPS, _MOST_WARPS.get(queries, 8)),
         )
