@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.e2e.server_harness import PATIENCE_S
+
 PROGRAM = next(
     (p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None
 )
@@ -25,7 +27,6 @@ _FLAGS = (
     "--no-first-run",
     "--window-size=1200,900",
 )
-_START_S = 60.0
 
 
 class Page:
@@ -71,7 +72,7 @@ class Page:
             command["sessionId"] = self._session
         answer = self._asked[number]
         await self._socket.send_json(command)
-        reply = await asyncio.wait_for(answer, 30)
+        reply = await asyncio.wait_for(answer, PATIENCE_S)
         assert "error" not in reply, reply
         return reply["result"]
 
@@ -91,9 +92,9 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    async def until(self, script: str, timeout_s: float = 60.0) -> Any:
+    async def until(self, script: str) -> Any:
         """The expression's value once it is true."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while not (value := await self.run(script)):
             assert time.monotonic() < deadline, f"waited in vain for: {script}; {self.problems}"
             await asyncio.sleep(0.05)
@@ -116,7 +117,7 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
     )
     assert process.stderr is not None
     try:
-        url = await asyncio.wait_for(_address(process.stderr), _START_S)
+        url = await asyncio.wait_for(_address(process.stderr), PATIENCE_S)
         drain = asyncio.create_task(_drain(process.stderr))
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
             page = Page(socket)

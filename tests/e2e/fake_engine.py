@@ -190,8 +190,9 @@ def token_logprobs(positions: list[tuple[int, int, EngineRequest]]) -> TokenLogp
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ipc-dir", required=True)
+    parser.add_argument("--budget", type=int, required=True)
     args = parser.parse_args()
-    engine = FakeEngine(EngineChannel(args.ipc_dir, 1), step_s=0.01, info={"pid": os.getpid()})
+    engine = FakeEngine(EngineChannel(args.ipc_dir, 1), budget=args.budget, info={"pid": os.getpid()})
     engine.announce()
     engine.run()
 

@@ -31,6 +31,7 @@ from phalanx.runtime.channels import EngineChannel
 from tests.e2e.fake_engine import FakeEngine
 
 BOS, EOS = 256, 257
+PATIENCE_S = 120.0  # for what must come: only a failure takes so long, however slow the machine
 VOCAB_SIZE, CONTEXT = 260, 64
 MODEL = "tiny"
 TEMPLATE = (
@@ -118,7 +119,7 @@ class Server:
             self._thread = threading.Thread(target=self.engine.run, daemon=True)
             self._thread.start()
 
-    def wait_status(self, status: int, timeout_s: float = 30.0) -> None:
+    def wait_status(self, status: int) -> None:
         """Until GET /health says `status`."""
 
         def says() -> bool:
@@ -126,15 +127,15 @@ class Server:
                 return httpx.get(f"{self.url}/health").status_code == status
             return False
 
-        wait_until(says, f"/health {status}", timeout_s)
+        wait_until(says, f"/health {status}")
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S)
         self.listener.close()
         if self.engine is not None and self._thread is not None:
             self.engine.stopping.set()
-            self._thread.join(10)
+            self._thread.join(PATIENCE_S)
             self.engine.channel.close()
 
 
@@ -151,8 +152,21 @@ def running(run_dir: Path, settings: Settings, wrapper: Sequence[str] = ()) -> I
         server.close()
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def changed(folder: Path, module: str, **constants: float) -> list[str]:
+    """A wrapper for `running`: the worker as it is but for these constants of a module of phalanx.server."""
+    script = folder / "changed.py"
+    lines = ["import runpy, sys", f"from phalanx.server import {module}"]
+    lines += [f"{module}.{name} = {value!r}" for name, value in constants.items()]
+    lines += [
+        "sys.argv = sys.argv[3:]",
+        'runpy.run_module("phalanx.server", run_name="__main__", alter_sys=True)',
+    ]
+    script.write_text("\n".join(lines))
+    return [sys.executable, str(script)]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for: {what}"
         time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import subprocess
 import sys
@@ -13,15 +14,20 @@ from pathlib import Path
 import httpx
 import psutil
 
-READY_S = 90
+from tests.e2e.server_harness import PATIENCE_S, wait_until
+
+READY_S = 300
 TINY = "tiny-llama"
 TINY_ON_CPU = ("--load-format", "dummy", "--device", "cpu")
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Below the ports that the kernel gives to clients: none of them takes it before the server does."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -56,8 +62,9 @@ class Server:
     def client_of(self, worker: psutil.Process) -> Iterator[httpx.Client]:
         """A client with one kept connection, which is this worker's."""
         limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
-        for _ in range(200):  # the kernel hands connections to any of them
-            with httpx.Client(base_url=self.url, timeout=60, limits=limits) as client:
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:  # the kernel hands connections to any of them
+            with httpx.Client(base_url=self.url, limits=limits) as client:
                 stream = client.get("/health").extensions["network_stream"]
                 port = stream.get_extra_info("client_addr")[1]
                 if any(c.raddr and c.raddr.port == port for c in worker.net_connections("tcp")):
@@ -67,23 +74,18 @@ class Server:
 
     def stats(self) -> dict[str, int]:
         """The engine's counters."""
-        return httpx.get(f"{self.url}/server_info", timeout=10).json()["internal_states"][0]
+        return httpx.get(f"{self.url}/server_info").json()["internal_states"][0]
 
     def kv_cache(self) -> dict[str, int]:
-        return httpx.get(f"{self.url}/server_info", timeout=10).json()["kv_cache"]
+        return httpx.get(f"{self.url}/server_info").json()["kv_cache"]
 
     def assert_live(self) -> None:
         """It answers, and idle KV accounting is exact: free + cached = total, nothing held."""
         body = {"text": "Hello", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
-        reply = httpx.post(f"{self.url}/generate", json=body, timeout=60)
+        reply = httpx.post(f"{self.url}/generate", json=body)
         assert reply.status_code == 200, reply.text
-        deadline = time.monotonic() + 10
-        while True:
-            kv = self.kv_cache()
-            if kv["held_pages"] == 0 or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        assert kv["held_pages"] == 0, kv
+        wait_until(lambda: self.kv_cache()["held_pages"] == 0, "all pages to be given back")
+        kv = self.kv_cache()
         assert kv["free_pages"] + kv["cached_pages"] == kv["total_pages"], kv
 
 
@@ -107,11 +109,11 @@ def start(
     raise AssertionError(f"server not ready after {READY_S} s:\n{log.read_text()}")
 
 
-def stop(server: Server, timeout: float = 45) -> int:
+def stop(server: Server) -> int:
     """SIGTERM and wait; returns the exit code."""
     server.process.terminate()
     try:
-        return server.process.wait(timeout)
+        return server.process.wait(PATIENCE_S)
     except subprocess.TimeoutExpired:
         server.process.kill()
         server.process.wait()

@@ -238,7 +238,7 @@ def serving(respond: Respond) -> Iterator[Server]:
         yield server
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join()
         loop.close()
 
 

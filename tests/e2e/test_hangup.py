@@ -10,9 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.server_harness import PATIENCE_S
 from tests.e2e.serving import running, stop
 
 FLAGS = ("--load-format", "dummy", "--device", "null", "--null-step-ms", "20", "--api-workers", "1")
+FLAGS += ("--shutdown-timeout", "600")
 BODY = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
 
 
@@ -21,7 +23,7 @@ def test_hangup_lets_requests_finish(tmp_path: Path, is_ignored: bool) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
     try:
         with running(tmp_path / "log", *FLAGS, model="tiny-llama") as server:
-            with httpx.stream("POST", f"{server.url}/generate", json=BODY, timeout=30) as reply:
+            with httpx.stream("POST", f"{server.url}/generate", json=BODY) as reply:
                 lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
                 next(lines)
                 server.process.send_signal(signal.SIGHUP)
@@ -32,6 +34,6 @@ def test_hangup_lets_requests_finish(tmp_path: Path, is_ignored: bool) -> None:
                 assert server.process.poll() is None
                 server.assert_live()
                 assert stop(server) == 0
-            assert server.process.wait(20) == 0
+            assert server.process.wait(PATIENCE_S) == 0
     finally:
         signal.signal(signal.SIGHUP, before)

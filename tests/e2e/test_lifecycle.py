@@ -11,10 +11,11 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.server_harness import PATIENCE_S
 from tests.e2e.serving import Server, free_port, running, stop
 
-FLAGS = ("--max-total-tokens", "8192", "--context-length", "1024")
-LONG_TOKENS = 150  # long enough to be in the middle of it, short enough for the drain on a slow machine
+FLAGS = ("--max-total-tokens", "8192", "--context-length", "1024", "--shutdown-timeout", "600")
+LONG_TOKENS = 150  # long enough to be in the middle of it
 LONG = {
     "text": "Once",
     "sampling_params": {"max_new_tokens": LONG_TOKENS, "ignore_eos": True},
@@ -22,14 +23,14 @@ LONG = {
 }
 
 
-def _gone(processes: list[psutil.Process], timeout: float = 10) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=timeout)
+def _gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
 
 
 def _launch(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx.launch_server", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_what_cannot_be_done_is_one_line_and_code_2(flags: tuple[str, ...], word
 
 def _stream_until_end(server: Server, seen: list[bytes], first: threading.Event) -> None:
     try:
-        with httpx.stream("POST", f"{server.url}/generate", json=LONG, timeout=60) as reply:
+        with httpx.stream("POST", f"{server.url}/generate", json=LONG) as reply:
             for line in reply.iter_lines():
                 if line:
                     seen.append(line.encode())
@@ -65,7 +66,7 @@ def _start_stream(server: Server) -> tuple[threading.Thread, list[bytes]]:
     first = threading.Event()
     thread = threading.Thread(target=_stream_until_end, args=(server, seen, first), daemon=True)
     thread.start()
-    assert first.wait(30)
+    assert first.wait(PATIENCE_S)
     return thread, seen
 
 
@@ -74,8 +75,8 @@ def test_sigterm_under_load_drains_and_exits_0(smollm2: str, tmp_path: Path) -> 
         children = server.children()
         thread, seen = _start_stream(server)
         assert stop(server) == 0
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert seen[-1] == b"data: [DONE]", seen[-1]
         _gone(children)
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{server.url}/health", timeout=2)
+            httpx.get(f"{server.url}/health")

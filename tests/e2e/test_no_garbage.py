@@ -19,7 +19,7 @@ from phalanx.server.state import build_api_worker
 from phalanx.server.uvicorn_server import DrainingServer, HttpProtocol
 from phalanx.text.tokenizer import load_tokenizer
 from tests.e2e.fake_engine import FakeEngine
-from tests.e2e.server_harness import VOCAB_SIZE, make_settings, wait_until, write_byte_tokenizer
+from tests.e2e.server_harness import PATIENCE_S, VOCAB_SIZE, make_settings, wait_until, write_byte_tokenizer
 from tests.inproc_channel import InprocChannel
 
 NUM_REQUESTS = 16
@@ -49,9 +49,9 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     wait_until(lambda: worker.engine.is_ready, "the worker")
     yield listener.getsockname()[1]
     server.should_exit = True
-    threads[1].join(20)
+    threads[1].join(PATIENCE_S)
     engine.stopping.set()
-    threads[0].join(20)
+    threads[0].join(PATIENCE_S)
 
 
 def request(path: str, fields: dict[str, object]) -> bytes:
@@ -78,7 +78,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_to
 def test_requests_leave_no_cycles(port: int, path: str, fields: dict[str, object], end: bytes) -> None:
     raw = request(path, fields)
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.settimeout(20)
+        sock.settimeout(PATIENCE_S)
 
         def one() -> None:
             sock.sendall(raw)

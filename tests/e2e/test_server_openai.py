@@ -32,7 +32,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=30, verify=False) as http:
+    with httpx.Client(base_url=server.url, verify=False) as http:
         yield http
 
 

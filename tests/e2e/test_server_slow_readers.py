@@ -5,34 +5,23 @@ from __future__ import annotations
 import json
 import select
 import socket
-import sys
 
 import httpx
 import msgspec
 import pytest
 
-from tests.e2e.server_harness import make_settings, running, wait_until, write_byte_tokenizer
+from tests.e2e.server_harness import changed, make_settings, running, wait_until, write_byte_tokenizer
 
 NUM_TOKENS = 60_000
-# Runs the worker as it is but for the time that a client may take, which is half a minute.
-IMPATIENT = """
-import runpy, sys
-from phalanx.server import response
-response.STALL_S = 0.3
-sys.argv = sys.argv[3:]
-runpy.run_module("phalanx.server", run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slow")
-    script = folder / "impatient.py"
-    script.write_text(IMPATIENT)
     settings = make_settings(write_byte_tokenizer(folder))
     scheduler = msgspec.structs.replace(settings.scheduler, context_length=2 * NUM_TOKENS)
     settings = msgspec.structs.replace(settings, scheduler=scheduler)
-    with running(folder, settings, wrapper=(sys.executable, str(script))) as server:
+    with running(folder, settings, wrapper=changed(folder, "response", STALL_S=0.3)) as server:
         server.engine.step_s = 0.001
         yield server
 
@@ -54,14 +43,11 @@ def test_a_client_that_reads_nothing_is_cut_off_and_others_go_on(server):
     with post_and_read_nothing(server.port, "/generate", body) as client:
         wait_until(lambda: len(engine.running) == 1, "the request in the engine")
         (stream_id,) = engine.running
-        asked = 0
-        while stream_id not in engine.aborted:  # others are answered meanwhile, at any moment
+        while stream_id in engine.running:  # others are answered meanwhile, at any moment
             short = {"text": "y", "sampling_params": {"max_new_tokens": 5}}
-            answer = httpx.post(f"{server.url}/generate", json=short, timeout=20)
+            answer = httpx.post(f"{server.url}/generate", json=short)
             assert answer.json()["text"] == "abcde"
-            asked += 1
-            assert asked < 5000
-        assert stream_id not in engine.running and asked > 0
+        assert engine.aborted == [stream_id]
         wait_until(lambda: is_reset(client), "the end of the connection")
 
 
@@ -71,9 +57,9 @@ def test_an_answer_that_nobody_reads_is_not_kept(server):
     engine.step_s, engine.reply = 0.0, lambda request: [1] * 1000  # "\\u0001" in JSON
     body = {"text": "x", "sampling_params": {"max_new_tokens": 1000, "n": 1024}}
     with post_and_read_nothing(server.port, "/generate", body) as client:
-        wait_until(lambda: is_reset(client), "the end of the connection", 60)
+        wait_until(lambda: is_reset(client), "the end of the connection")
         assert len(engine.seen) >= 1024 and not engine.running
-    answer = httpx.post(f"{server.url}/generate", json={"text": "x"}, timeout=20)
+    answer = httpx.post(f"{server.url}/generate", json={"text": "x"})
     assert answer.status_code == 200
 
 

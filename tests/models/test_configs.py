@@ -270,4 +270,4 @@ def test_builtin_shapes():
 
 def test_needs_no_torch():
     code = "import sys, phalanx.models.configs, phalanx.models.source; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

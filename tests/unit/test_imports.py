@@ -96,7 +96,7 @@ def test_host_side_runs_without_torch() -> None:
         "    importlib.import_module(name)\n"
         "    assert 'torch' not in sys.modules, name + ' imports torch'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_public_surface() -> None:
