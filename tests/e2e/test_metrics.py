@@ -18,13 +18,14 @@ import pytest
 import yaml
 from prometheus_client import parser
 
+from tests.e2e.server_harness import PATIENCE_S, make_settings, wait_until, write_byte_tokenizer
 from tests.e2e.server_harness import Server as HarnessServer
-from tests.e2e.server_harness import make_settings, wait_until, write_byte_tokenizer
 from tests.e2e.server_harness import running as harness_running
 from tests.e2e.serving import Server, running
 
 FLAGS = ("--load-format", "dummy", "--device", "null", "--max-running-requests", "64", "--api-workers", "2")
 STEP_MS = 5
+ENDLESS = 4000  # tokens: as many as the context holds, and 20 s or more; whoever asks for them ends them
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny-llama"
 Sample = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -61,11 +62,19 @@ class Metrics:
         return self.samples[name, frozenset(labels.items())]
 
 
-def metrics_of(client: httpx.Client) -> Metrics:
-    reply = client.get("/metrics")
-    assert reply.status_code == 200
-    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    return Metrics(reply.text)
+def metrics_of(client: httpx.Client, engine_up: int = 1) -> Metrics:
+    """Asks again if the engine did not answer in the time that a worker waits for it."""
+    answers: list[Metrics] = []
+
+    def is_whole() -> bool:
+        reply = client.get("/metrics")
+        assert reply.status_code == 200
+        assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        answers.append(Metrics(reply.text))
+        return answers[-1].get("phalanx:engine_up") == engine_up
+
+    wait_until(is_whole, "the engine's figures")
+    return answers[-1]
 
 
 def generate(client: httpx.Client, num_tokens: int, **fields: object) -> httpx.Response:
@@ -110,18 +119,21 @@ def test_all_workers_count_together(server: Server, clients: list[httpx.Client])
 
 
 def test_latencies_are_those_of_the_steps(clients: list[httpx.Client]) -> None:
-    """The null engine's steps last 5 ms: sums of latencies are not below that."""
+    """The null engine's steps last 5 ms: sums of latencies are not below that, nor above what was waited."""
     before = metrics_of(clients[0])
+    began_s = time.monotonic()
     assert generate(clients[0], 50, stream=True).status_code == 200
+    asked_s = time.monotonic() - began_s
     now = metrics_of(clients[0])
 
     def grown(name: str) -> float:
         return now.get(name) - before.get(name)
 
-    assert grown("sglang:inter_token_latency_seconds_sum") >= 49 * STEP_MS / 1e3 * 0.9
     assert grown("phalanx:step_time_seconds_sum") >= 50 * STEP_MS / 1e3 * 0.9
+    # From the request's coming to its first token, and on to its last; the end is noted just after that.
     parts = grown("sglang:time_to_first_token_seconds_sum") + grown("sglang:inter_token_latency_seconds_sum")
-    assert grown("sglang:e2e_request_latency_seconds_sum") == pytest.approx(parts, rel=0.2, abs=0.05)
+    whole = grown("sglang:e2e_request_latency_seconds_sum")
+    assert 50 * STEP_MS / 1e3 * 0.9 <= parts <= whole + 1e-6 <= asked_s + 2e-6
     for phase in ("plan", "launch", "wait", "apply", "send"):
         assert now.get("phalanx:host_time_seconds_count", phase=phase) >= 50
     assert grown("phalanx:host_time_between_steps_seconds_count") >= 48
@@ -134,9 +146,9 @@ def test_gauges_while_it_runs(server: Server, clients: list[httpx.Client]) -> No
     with contextlib.ExitStack() as stack:
         threads = []
         for i in range(8):
-            client = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
+            client = stack.enter_context(httpx.Client(base_url=server.url))
             threads.append(
-                threading.Thread(target=generate, args=(client, 600), kwargs={"stream": i % 2 == 0})
+                threading.Thread(target=generate, args=(client, ENDLESS), kwargs={"stream": i % 2 == 0})
             )
             threads[-1].start()
         wait_until(lambda: metrics_of(clients[0]).get("sglang:num_running_reqs") == 8, "all to run")
@@ -147,8 +159,9 @@ def test_gauges_while_it_runs(server: Server, clients: list[httpx.Client]) -> No
         streams = [metrics_of(clients[0]).get("phalanx:api_worker_streams", worker=w) for w in "01"]
         assert sum(streams) == 8
         wait_until(lambda: metrics_of(clients[0]).get("sglang:gen_throughput") > 0, "a rate")
+        clients[0].post("/abort_request", json={"abort_all": True})
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
     wait_until(lambda: metrics_of(clients[0]).get("sglang:num_running_reqs") == 0, "the end")
     assert metrics_of(clients[0]).get("phalanx:batch_occupancy") == 0
 
@@ -162,24 +175,26 @@ def test_aborts_by_cause(server: Server, clients: list[httpx.Client]) -> None:
 
     total = metrics_of(clients[1]).get("sglang:num_aborted_requests_total")
     before = cause("disconnect")
-    with httpx.Client(base_url=server.url) as client, contextlib.suppress(httpx.ReadTimeout):
-        generate(httpx.Client(base_url=server.url, timeout=0.5), 2000)
+    sampling = {"max_new_tokens": ENDLESS, "ignore_eos": True}
+    ask = {"input_ids": [5], "stream": True, "sampling_params": sampling}
+    with httpx.stream("POST", f"{server.url}/generate", json=ask) as reply:
+        assert next(reply.iter_raw())
     grows("disconnect", before)
     before = cause("request")
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        thread = threading.Thread(target=generate, args=(client, 2000), kwargs={"rid": "gone"})
+    with httpx.Client(base_url=server.url) as client:
+        thread = threading.Thread(target=generate, args=(client, ENDLESS), kwargs={"rid": "gone"})
         thread.start()
         wait_until(lambda: metrics_of(clients[1]).get("sglang:num_running_reqs") == 1, "it to run")
         clients[0].post("/abort_request", json={"rid": "gone"})
-        thread.join(60)
+        thread.join(PATIENCE_S)
     grows("request", before)
     before = cause("pause")
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        thread = threading.Thread(target=generate, args=(client, 2000))
+    with httpx.Client(base_url=server.url) as client:
+        thread = threading.Thread(target=generate, args=(client, ENDLESS))
         thread.start()
         wait_until(lambda: metrics_of(clients[1]).get("sglang:num_running_reqs") == 1, "it to run")
         clients[0].post("/pause_generation", json={"mode": "abort"})
-        thread.join(60)
+        thread.join(PATIENCE_S)
         assert metrics_of(clients[0]).get("phalanx:paused") == 1
         clients[0].post("/continue_generation")
         assert metrics_of(clients[0]).get("phalanx:paused") == 0
@@ -208,7 +223,7 @@ def test_a_killed_workers_figures_stay(server: Server, clients: list[httpx.Clien
     lost.start()
     wait_until(lambda: metrics_of(clients[1]).get("sglang:num_running_reqs") == 1, "it to run")
     worker.kill()
-    lost.join(20)
+    lost.join(PATIENCE_S)
     wait_until(lambda: 0 in server.workers() and server.workers()[0].pid != worker.pid, "a successor")
     with server.client_of(server.workers()[0]) as client:
         wait_until(lambda: client.get("/health").status_code == 200, "its health")
@@ -229,11 +244,11 @@ def test_a_killed_workers_figures_stay(server: Server, clients: list[httpx.Clien
 
 def _until_cut(server: Server, worker: object) -> None:
     with server.client_of(worker) as client, contextlib.suppress(httpx.HTTPError):  # type: ignore[arg-type]
-        generate(client, 2000)
+        generate(client, ENDLESS)
 
 
 def test_responses_by_route_and_status(server: Server) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url) as client:
         before = metrics_of(client)
         generate(client, 1)
         generate(client, 0, sampling_params={"top_p": 7})
@@ -322,28 +337,43 @@ def top(server: Server, *flags: str) -> list[str]:
     return [sys.executable, "-m", "phalanx", "top", "--url", server.url, *flags]
 
 
-def test_top_prints_one_frame(server: Server) -> None:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        thread = threading.Thread(target=generate, args=(client, 700))
+def test_top_prints_one_frame(server: Server, clients: list[httpx.Client]) -> None:
+    other = clients[0]
+    with httpx.Client(base_url=server.url) as client:
+        thread = threading.Thread(target=generate, args=(client, ENDLESS))
         thread.start()
-        done = subprocess.run(top(server, "--once"), capture_output=True, text=True, timeout=60)
-        thread.join(60)
+        wait_until(lambda: metrics_of(other).get("sglang:num_running_reqs") == 1, "it to run")
+        before = metrics_of(other).get("sglang:generation_tokens_total")
+        done = subprocess.run(top(server, "--once"), capture_output=True, text=True, timeout=PATIENCE_S)
+        most = metrics_of(other).get("sglang:generation_tokens_total") - before
+        other.post("/abort_request", json={"abort_all": True})
+        thread.join(PATIENCE_S)
     assert done.returncode == 0 and not done.stderr, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     figures = {" ".join(row[:-1]): row[-1] for row in rows if row}
     assert rows[0] == [MODEL, server.url, "up"]
     assert ["running", "1"] in [row[:2] for row in rows] and figures["queued"] == "0"
-    assert 20 < float(figures["tokens/s out"]) < 1000 / STEP_MS * 1.5
+    # Its two looks are a second apart, or more.
+    assert 0 < float(figures["tokens/s out"]) <= most
 
 
-def test_top_goes_on_until_it_is_stopped(server: Server) -> None:
+def test_top_goes_on_until_it_is_stopped(server: Server, clients: list[httpx.Client]) -> None:
+    num_asked = 0
+
+    def answered() -> float:
+        nonlocal num_asked
+        num_asked += 1
+        answers = Metrics(clients[0].get("/metrics").text)
+        return answers.get("sglang:http_responses_total", endpoint="/metrics", status_code="200") - num_asked
+
+    before = answered()
     process = subprocess.Popen(
         top(server, "--interval", "0.2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    time.sleep(3)
+    wait_until(lambda: answered() - before > 3, "several frames")  # its first look is not yet one
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=20)
+    out, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and not error.strip(), error
     assert b"tokens/s out" in out
 
@@ -352,7 +382,7 @@ def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
     settings = make_settings(write_byte_tokenizer(tmp_path), request_timeout_s=0.3)
     with (
         harness_running(tmp_path, settings) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        httpx.Client(base_url=server.url) as client,
     ):
         assert server.engine is not None
         server.engine.budget = 2
@@ -370,8 +400,8 @@ def test_without_an_engine_the_workers_figures_remain(tmp_path: Path) -> None:
     try:
         server.wait_status(503)  # loading
         with httpx.Client(base_url=server.url) as client:
-            now = metrics_of(client)
-            assert now.get("phalanx:engine_up") == 0 and "sglang:num_running_reqs" not in now.families
+            now = metrics_of(client, engine_up=0)
+            assert "sglang:num_running_reqs" not in now.families
             assert now.get("sglang:http_responses_total", endpoint="/health", status_code="503") >= 1
     finally:
         server.close()
