@@ -3,7 +3,9 @@
 The first step that is launched when the file TRIGGER is there fails, and no other.
 
 KIND "engine-error": the step's result cannot be had, as after a failed kernel on a CPU. "crash": the engine's
-loop raises what nobody expects. "hang": the step never ends.
+loop raises what nobody expects. "hang": the step never ends, and from then on the engine's watchdog waits for
+a thirtieth of what the flag says, so that nothing else is ended when the machine stands still. "hasty": no
+step fails, but the launcher gives a worker that stands still a twentieth of --watchdog-timeout.
 """
 
 from __future__ import annotations
@@ -19,8 +21,25 @@ from phalanx.engine import null
 from phalanx.runtime import engine_process, launch
 from phalanx.runtime.models import settle_settings
 from phalanx.runtime.run_dir import run_directory
+from phalanx.runtime.watchdog import Watchdog
 
 _KIND, _TRIGGER = "PHALANX_TEST_FAULT", "PHALANX_TEST_FAULT_TRIGGER"
+
+
+class LaterHastyWatchdog(Watchdog):
+    """The engine's; `ours` is the one that was made."""
+
+    ours: LaterHastyWatchdog
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        LaterHastyWatchdog.ours = self
+
+    def hurry(self) -> None:
+        """Count from now, and not for long."""
+        self._timeout_s /= 30
+        self._due_s = 0.0
+        self.alive()
 
 
 class FailingHandle:
@@ -28,6 +47,7 @@ class FailingHandle:
 
     def result(self) -> None:
         if os.environ[_KIND] == "hang":
+            LaterHastyWatchdog.ours.hurry()
             time.sleep(1000)
         raise EngineError("the test broke this step")
 
@@ -47,6 +67,7 @@ def break_engine() -> None:
         return FailingHandle()
 
     null.NullEngine.launch = launch_or_fail  # type: ignore[method-assign, assignment]
+    engine_process.Watchdog = LaterHastyWatchdog  # type: ignore[misc]
 
 
 def main() -> int:
@@ -56,6 +77,8 @@ def main() -> int:
     os.environ[_KIND], os.environ[_TRIGGER], *flags = sys.argv[1:]
     args = build_parser().parse_args(flags)
     launch.setup_logging(args.log_level, "launch")
+    if os.environ[_KIND] == "hasty":
+        launch._LATER, launch._LATER_S = 0.05, 0.0
     listener = launch.bind(args.host, args.port)
     with run_directory() as run_dir:
         return launch.Launcher(settle_settings(args), listener, run_dir, "tests.e2e.faulty_server").run()
