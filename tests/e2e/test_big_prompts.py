@@ -12,7 +12,14 @@ import msgspec
 import psutil
 import pytest
 
-from tests.e2e.server_harness import CONTEXT, make_settings, running, wait_until, write_byte_tokenizer
+from tests.e2e.server_harness import (
+    CONTEXT,
+    PATIENCE_S,
+    make_settings,
+    running,
+    wait_until,
+    write_byte_tokenizer,
+)
 
 BIG = "naïve text, and more of it; " * 110_000  # 3 MB
 
@@ -45,13 +52,13 @@ def test_a_long_prompt_that_fits_arrives_whole(tmp_path):
             ("/v1/completions", {"prompt": text, "max_tokens": 1}),
         ):
             params = {"sampling_params": {"max_new_tokens": 1}}
-            assert httpx.post(server.url + path, json={**body, **params}, timeout=60).status_code == 200
+            assert httpx.post(server.url + path, json={**body, **params}).status_code == 200
         assert [r.input_ids.tolist() for r in server.engine.seen] == [list(text.encode())] * 2
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=lambda x: str(x)[:30])
 def test_what_can_never_fit_is_refused_with_the_numbers(server, path, body):
-    reply = httpx.post(server.url + path, json=body, timeout=60)
+    reply = httpx.post(server.url + path, json=body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["code"] == "context_length_exceeded"
     assert "at least" in error["message"] and str(CONTEXT) in error["message"]
@@ -75,7 +82,7 @@ def test_bodies_of_megabytes_are_served_alike(tmp_path):
     with running(run_dir, msgspec.structs.replace(settings, scheduler=scheduler)) as server:
 
         def post(path: str, **fields: object) -> httpx.Response:
-            reply = httpx.post(server.url + path, json=fields, timeout=60)
+            reply = httpx.post(server.url + path, json=fields)
             assert reply.status_code == 200, reply.text[:300]
             return reply
 
@@ -106,7 +113,7 @@ def test_bodies_of_megabytes_are_served_alike(tmp_path):
         assert "phalanx.server.side_process" in side.cmdline()
         watch = os.pidfd_open(side.pid)
         os.kill(server.process.pid, signal.SIGKILL)
-        assert select.select([watch], [], [], 20)[0], "the side process lives on"
+        assert select.select([watch], [], [], PATIENCE_S)[0], "the side process lives on"
         os.close(watch)
 
 
@@ -120,7 +127,7 @@ def test_a_stream_beside_it_goes_on(server):
         params = {"max_new_tokens": CONTEXT - 1, "ignore_eos": True}
         while not stop.is_set():
             ask = {"input_ids": [1], "stream": True, "sampling_params": params}
-            with httpx.stream("POST", f"{server.url}/generate", json=ask, timeout=60) as reply:
+            with httpx.stream("POST", f"{server.url}/generate", json=ask) as reply:
                 for _ in reply.iter_raw():
                     num_events += 1
 
@@ -128,13 +135,17 @@ def test_a_stream_beside_it_goes_on(server):
     reader.start()
     try:
         wait_until(lambda: num_events > 10, "a running stream")
-        before = num_events
-        for _ in range(3):
-            reply = httpx.post(f"{server.url}/tokenize", json={"prompt": BIG}, timeout=60)
+        meanwhile = 0
+        for num_asked in range(30):
+            before = num_events
+            reply = httpx.post(f"{server.url}/tokenize", json={"prompt": BIG})
+            meanwhile += num_events - before
             assert reply.json()["count"] == len(BIG.encode())
-        assert num_events - before > 20
+            if num_asked >= 2 and meanwhile > 20:
+                break
+        assert meanwhile > 20
     finally:
         stop.set()
-        reader.join(60)
+        reader.join(PATIENCE_S)
         engine.step_s = 0.0
         engine.seen.clear()

@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from tests.e2e.chromium import PROGRAM, Page, browser
+from tests.e2e.server_harness import PATIENCE_S, make_settings, write_byte_tokenizer
 from tests.e2e.server_harness import Server as HarnessServer
-from tests.e2e.server_harness import make_settings, write_byte_tokenizer
 from tests.e2e.server_harness import running as harness_running
 from tests.e2e.serving import Server, running
 
 needs_chromium = pytest.mark.skipif(PROGRAM is None, reason="no chromium on this machine")
 KEY = "sésame-42"
-FLAGS = ("--load-format", "dummy", "--device", "null", "--null-step-ms", "5", "--max-total-tokens", "65536")
+FLAGS = ("--load-format", "dummy", "--device", "null", "--null-step-ms", "10", "--max-total-tokens", "65536")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_figures_are_those_of_metrics(tmp_path: Path) -> None:
         thread = threading.Thread(target=load, args=(server,))
         thread.start()
         await page.until(f"{shown('running')} === '5'")
-        await page.until("Number(document.getElementById('tokens-out').title) > 50")
+        await page.until("Number(document.getElementById('tokens-out').title) > 0")
         await page.until("parseFloat(document.getElementById('step-time').title) >= 0.004")
         await page.until("document.querySelector('#latencies tr:nth-child(2)').cells[3].textContent !== '0'")
         kv = float(await page.run("document.getElementById('kv').title"))
@@ -106,7 +106,7 @@ def test_figures_are_those_of_metrics(tmp_path: Path) -> None:
         for name in ("running", "tokens", "step", "kv"):  # lines grow with each second that is seen
             await page.until(_COLOURS.format(name) + ".then(count => count > 10)")
         httpx.post(f"{server.url}/abort_request", json={"abort_all": True})
-        thread.join(60)
+        thread.join(PATIENCE_S)
         await page.until(f"{shown('running')} === '0'")
         values = dict(
             line.rsplit(" ", 1)
@@ -147,8 +147,9 @@ _COLOURS = """(() => {{
 
 
 def load(server: Server) -> None:
-    body = {"input_ids": [[5, 6, 7]] * 5, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
-    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+    """Five requests that run until they are aborted."""
+    body = {"input_ids": [[5, 6, 7]] * 5, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+    assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
 
 
 @needs_chromium
@@ -167,16 +168,17 @@ def test_a_key_is_asked_for_and_an_answer_streams(tmp_path: Path, guarded: Harne
         page.problems.clear()
         assert not any("sesame" in url for url in page.urls)
 
+        engine = guarded.engine
+        assert engine is not None
+        engine.budget = 5
         await ask(page, "x", 20)
-        first = await page.until(shown("answer"))
+        await page.until(f"{shown('answer')} === 'abcde'")
+        engine.budget = None
         await page.until("!document.getElementById('send').disabled")
-        answer = await page.run(shown("answer"))
-        assert answer == "abcdefghijklmnopqrst" and answer.startswith(first) and len(first) < 20
+        assert await page.run(shown("answer")) == "abcdefghijklmnopqrst"
         assert "20 tokens" in await page.run(shown("timing"))
         assert "cut at the limit" in await page.run(shown("timing"))
-        assert (
-            guarded.engine is not None and bytes(guarded.engine.seen[-1].input_ids.tolist()[1:]) == b"user:x>"
-        )
+        assert bytes(engine.seen[-1].input_ids.tolist()[1:]) == b"user:x>"
 
     in_browser(tmp_path / "profile", guarded.url + "/", visit)
 

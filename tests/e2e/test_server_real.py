@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.server_harness import PATIENCE_S
 from tests.e2e.serving import Server
 
 pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
@@ -120,7 +121,7 @@ def _leave(server: Server, stream: bool, wait_for_bytes: int) -> None:
     head = (
         f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as sock:
         sock.sendall(head.encode() + b"\r\n\r\n" + body)
         got = 0
         while got < wait_for_bytes:
@@ -143,12 +144,18 @@ def test_abort_during_and_after_chunked_prefill(server: Server) -> None:
     """B18 over HTTP; tests/unit/test_chunked_prefill.py hits the exact steps."""
     words = "word " * 1500  # chunks of 256
     for delay in (0.05, 0.3, 0.8):
-        rid = f"chunked-{delay}"
-        body = {"text": words, "rid": rid, "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}}
-        timer = threading.Timer(delay, httpx.post, (f"{server.url}/abort_request",), {"json": {"rid": rid}})
-        timer.start()
-        reply = httpx.post(f"{server.url}/generate", json=body, timeout=60)
-        timer.join()
+        rid, has_ended = f"chunked-{delay}", threading.Event()
+        body = {"text": words, "rid": rid, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+
+        def abort(rid: str = rid, delay: float = delay, has_ended: threading.Event = has_ended) -> None:
+            while not has_ended.wait(delay):  # again, if it was not there yet
+                httpx.post(f"{server.url}/abort_request", json={"rid": rid})
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        reply = httpx.post(f"{server.url}/generate", json=body)
+        has_ended.set()
+        thread.join()
         if reply.status_code == 200:
             assert reply.json()["meta_info"]["finish_reason"]["type"] == "abort"
         server.assert_live()
@@ -161,9 +168,9 @@ def test_health_answers_during_long_prefills(server: Server) -> None:
     work.start()
     answers = 0
     while work.is_alive():
-        assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
         answers += 1
-        work.join(0.2)
+        work.join(0.02)
     assert answers > 1
     server.assert_live()
 
@@ -184,7 +191,7 @@ def test_health_answers_during_long_prefills(server: Server) -> None:
 def test_bad_requests_get_their_own_400(
     server: Server, body: dict[str, Any], numbers: tuple[str, ...]
 ) -> None:
-    reply = httpx.post(f"{server.url}/generate", json=body, timeout=30)
+    reply = httpx.post(f"{server.url}/generate", json=body)
     assert reply.status_code == 400, reply.text
     message = reply.json()["error"]["message"]
     assert all(n in message for n in numbers), message
@@ -215,7 +222,7 @@ def test_prompt_logprobs_and_output_logprobs(server: Server) -> None:
 
 
 def test_flush_cache_and_models(server: Server, client: openai.OpenAI) -> None:
-    assert httpx.post(f"{server.url}/flush_cache", timeout=10).status_code == 200
+    assert httpx.post(f"{server.url}/flush_cache").status_code == 200
     assert [m.id for m in client.models.list().data] == ["smollm2"]
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="nobody", prompt="x")
