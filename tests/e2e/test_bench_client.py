@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from phalanx.bench.run import run
 from phalanx.bench.slots import Slots
 from phalanx.bench.target import make_target
 from phalanx.bench.worker import LoadResult, run_load
+from tests.e2e.server_harness import PATIENCE_S
 from tests.e2e.sse_server import (
     DONE,
     Reply,
@@ -76,12 +77,28 @@ def bench(server: Server, tmp_path: Path, *argv: str) -> tuple[int, dict[str, An
     return code, json.loads(out.read_text().splitlines()[-1], parse_constant=_no_constant)
 
 
+def bench_in_pieces(
+    respond: Callable[[float], Reply], num_gaps: int, tmp_path: Path, *argv: str
+) -> tuple[Server, int, dict[str, Any]]:
+    """A run in which each event came with a read of its own: on a busy machine, some wait for the next one.
+
+    respond: takes the milliseconds between two events. num_gaps: of each answer.
+    """
+    for interval_ms in (1.0, 10.0, 100.0, 1000.0, 10_000.0):
+        reply = respond(interval_ms)
+        with serving(lambda path, body, nth, reply=reply: reply) as server:
+            code, result = bench(server, tmp_path, *argv)
+        if all(len(itls) == num_gaps for itls in result["itls"]):
+            return server, code, result
+    raise AssertionError("events 10 s apart came together")
+
+
 def _no_constant(name: str) -> None:
     raise AssertionError(f"{name} is not strict JSON")
 
 
 def load(
-    respond: Respond, count: int = 1, max_concurrency: int | None = None, timeout_s: float = 30.0
+    respond: Respond, count: int = 1, max_concurrency: int | None = None, timeout_s: float = PATIENCE_S
 ) -> LoadResult:
     with serving(respond) as server:
         target = make_target(server.url, "", 0, [])
@@ -113,6 +130,13 @@ def test_any_framing_newline_and_split_give_the_same_answer(framing: str, newlin
     assert outcome.num_output_tokens == 4
 
 
+@pytest.fixture
+def stale_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close that crossed the request on its way may be seen late by a client that stood still."""
+    monkeypatch.setattr("phalanx.bench.connection._STALE_S", 3600.0)
+
+
+@pytest.mark.usefixtures("stale_at_any_time")
 def test_connections_are_reused_and_a_stale_one_is_replaced() -> None:
     reused = load(lambda path, body, nth: steady(2, 0), count=6, max_concurrency=1)
     assert (reused.num_connections, [failure(r) for r in reused.records]) == (1, [None] * 6)
@@ -181,7 +205,7 @@ def test_malformed_http_is_a_failure() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         target = make_target(None, "127.0.0.1", listener.getsockname()[1], [])
-        result = run_load(target, [target.wire_request("/", b"{}")], np.zeros(1), None, timeout_s=30.0)
+        result = run_load(target, [target.wire_request("/", b"{}")], np.zeros(1), None, timeout_s=PATIENCE_S)
         thread.join()
     assert str(failure(result.records[0])).startswith("malformed HTTP response")
 
@@ -271,13 +295,13 @@ Mean ITL (ms)|Median ITL (ms)|P90 ITL (ms)|P95 ITL (ms)|P99 ITL (ms)|Max ITL (ms
 def test_table_has_sglangs_labels_in_order_and_one_json_line_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(lambda path, body, nth: steady(3, 1)) as server:
-        code, result = bench(server, tmp_path, "--num-prompts", "5", "--tag", "t", "--warmup-requests", "3")
-        num_warmups = len(server.requests) - 5
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 0
+    argv = ("--num-prompts", "5", "--tag", "t", "--warmup-requests", "3")
+    server, code, result = bench_in_pieces(lambda interval_ms: steady(3, interval_ms), 2, tmp_path, *argv)
+    num_warmups = len(server.requests) - 5
+    before, *runs = capsys.readouterr().out.split("============ Serving Benchmark Result ============\n")
+    lines = runs[-1].splitlines()
+    assert before == "" and code == 0
     assert num_warmups == 3
-    assert lines[0] == "============ Serving Benchmark Result ============"
     assert lines[-2] == "=" * 50
     figures = json.loads(lines.pop())
     assert figures == {name: result[name] for name in figures} and figures["completed"] == 5
@@ -289,7 +313,6 @@ def test_table_has_sglangs_labels_in_order_and_one_json_line_follows(
     assert (result["tag"], result["request_rate"], result["completed"]) == ("t", "inf", 5)
     assert result["server_info"]["version"] == "fake"
     assert (result["output_lens"], result["errors"]) == ([3] * 5, [""] * 5)
-    assert [len(itls) for itls in result["itls"]] == [2] * 5
     assert result["generated_texts"] == ["w w w "] * 5
 
 
@@ -314,15 +337,15 @@ def test_chat_route_counts_no_role_chunk(tmp_path: Path) -> None:
         b'data: {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 9}}\n\n',
         DONE,
     ]
-    reply = Reply([Step(n, event) for n, event in enumerate(events)])
-    with serving(lambda path, body, nth: reply) as server:
-        _, result = bench(
-            server, tmp_path, "--num-prompts", "4", "--backend", "sglang-oai-chat", "--served-model-name", "x"
-        )
+
+    def respond(interval_ms: float) -> Reply:
+        return Reply([Step(n * interval_ms, event) for n, event in enumerate(events)])
+
+    argv = ("--num-prompts", "4", "--backend", "sglang-oai-chat", "--served-model-name", "x")
+    server, _, result = bench_in_pieces(respond, 2, tmp_path, *argv)
     path, body = server.requests[0]
     assert (path, body["model"]) == ("/v1/chat/completions", "x")
     assert (result["total_output_tokens"], result["total_input_tokens_server"]) == (12, 36)
-    assert [len(itls) for itls in result["itls"]] == [2] * 4
 
 
 def test_whole_answers_measure_e2e_only(tmp_path: Path) -> None:
@@ -375,7 +398,7 @@ def test_server_that_never_gets_ready_is_an_error() -> None:
 def test_b58_2000_at_once_without_a_client_cap() -> None:
     """Nobody is answered before all 2000 have asked: with any cap in the client this run would time out."""
     reply = Reply([Step(0, native_event("a", 1)), Step(0, DONE)], hold=2000)
-    result = load(lambda path, body, nth: reply, count=2000, timeout_s=90.0)
+    result = load(lambda path, body, nth: reply, count=2000, timeout_s=600.0)
     assert [failure(record) for record in result.records] == [None] * 2000
     assert result.num_connections == 2000
     assert all(record.sent is not None and record.sent >= record.due for record in result.records)
@@ -393,7 +416,7 @@ def test_b48_1000_streams_under_a_soft_limit_of_256_descriptors(tmp_path: Path) 
         client = f"ulimit -Sn 256 && exec {sys.executable} -m phalanx.bench_serving --port {port}"
         client += " --dataset-name random --num-prompts 1000 --random-input-len 4 --random-output-len 4"
         client += f" --tokenizer tiny-llama --warmup-requests 0 --output-file {out}"
-        done = subprocess.run(["bash", "-c", client], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(["bash", "-c", client], capture_output=True, text=True, timeout=2 * PATIENCE_S)
         server.communicate("")
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -416,7 +439,7 @@ def test_b48_a_hard_limit_too_low_is_told_before_the_run() -> None:
         "    print(error)\n"
     )
     command = f'ulimit -n 256 && exec {sys.executable} -c "$0"'
-    done = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert "need 564 file descriptors, but the hard limit is 256" in done.stdout, done.stderr
 
 
@@ -464,7 +487,7 @@ def test_raw_bytes_past_the_limit_are_parsed_during_the_run(
 def test_exit_codes_of_the_program(tmp_path: Path) -> None:
     def program(*argv: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "phalanx.bench_serving", *argv]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
 
     unknown = program("--lora-name", "x")
     assert (unknown.returncode, unknown.stdout) == (2, "")

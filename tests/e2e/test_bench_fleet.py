@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -10,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from phalanx.bench.errors import BenchError
 from phalanx.bench.fleet import Load, RunRecord, run_fleet, settle_num_processes
 from phalanx.bench.slots import SlotPool
 from phalanx.bench.target import make_target
+from tests.e2e.server_harness import PATIENCE_S, wait_until
 from tests.e2e.sse_server import DONE, Reply, Respond, Server, Step, native_event, serving, steady
 from tests.e2e.test_bench_client import bench
 
@@ -94,7 +95,9 @@ def test_arrivals_are_kept_over_all_processes() -> None:
 
 
 def test_the_cap_holds_over_all_processes() -> None:
-    record = run(lambda path, body, nth: steady(2, 10), 40, 3, max_concurrency=5)
+    # The first five are answered when all of them are there.
+    reply = dataclasses.replace(steady(2, 10), hold=5)
+    record = run(lambda path, body, nth: reply, 40, 3, max_concurrency=5)
     assert [outcome.failure for outcome in record.outcomes] == [None] * 40
     assert peak(record, range(40)) == 5
     assert sum(process.num_connections for process in record.processes) <= 40
@@ -192,7 +195,7 @@ def test_too_few_descriptors_in_a_child_are_told_before_the_run(tmp_path: Path) 
         client = f"ulimit -n 200 && exec {sys.executable} -m phalanx.bench_serving --port {port}"
         client += " --dataset-name random --num-prompts 600 --random-input-len 4 --random-output-len 1"
         client += f" --tokenizer tiny-llama --client-processes 2 --output-file {tmp_path / 'o'}"
-        done = subprocess.run(["bash", "-c", client], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", client], capture_output=True, text=True, timeout=PATIENCE_S)
         server.communicate("")
     assert done.returncode == 1
     assert "300 connections need 364 file descriptors, but the hard limit is 200" in done.stderr
@@ -206,14 +209,12 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         command += ["--random-output-len", "4", "--tokenizer", "tiny-llama", "--warmup-requests", "0"]
         command += ["--client-processes", "2", "--output-file", str(tmp_path / "o")]
         parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while len(server.requests) < 4 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(server.requests) == 4, "the requests")
         children = psutil.Process(parent.pid).children(recursive=True)
         assert len(children) >= 2
         parent.kill()
-        parent.wait(30)
-        _, alive = psutil.wait_procs(children, timeout=30)
+        parent.wait()
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert alive == []
 
 
@@ -223,7 +224,7 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_two_processes_give_the_same_totals_as_one(tmp_path: Path) -> None:
     results = []
     for number in ("1", "2"):
-        with serving(lambda path, body, nth: steady(3, 1)) as server:
+        with serving(lambda path, body, nth: dataclasses.replace(steady(3, 1), hold=8)) as server:
             argv = ["--num-prompts", "30", "--max-concurrency", "8", "--client-processes", number]
             results.append(bench(server, tmp_path, *argv)[1])
     one, two = results

@@ -24,8 +24,9 @@ from phalanx.bench.settle import check_arguments
 from phalanx.bench.slots import Slots
 from phalanx.bench.target import make_target
 from phalanx.bench.worker import LoadResult, run_load
+from tests.e2e.server_harness import PATIENCE_S
 from tests.e2e.sse_server import DONE, Reply, Step, json_reply, native_event, serving, steady
-from tests.e2e.test_bench_client import bench
+from tests.e2e.test_bench_client import bench, stale_at_any_time  # noqa: F401
 
 
 def settled(*argv: str) -> argparse.Namespace:
@@ -75,7 +76,7 @@ def raw_server(handle: Handle) -> Iterator[int]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def load(port: int, count: int = 1, timeout_s: float = 30.0) -> LoadResult:
+def load(port: int, count: int = 1, timeout_s: float = PATIENCE_S) -> LoadResult:
     """Send `count` requests, one after the other."""
     target = make_target(None, "127.0.0.1", port, [])
     wire = target.wire_request("/generate", b"{}")
@@ -121,6 +122,7 @@ def test_a_dropped_request_is_not_sent_again() -> None:
     assert [record.resent for record in result.records] == [False] * 3
 
 
+@pytest.mark.usefixtures("stale_at_any_time")
 def test_a_stale_connection_is_replaced_and_counted() -> None:
     def drop_second(peer: socket.socket, number: int) -> bool:
         if number == 1:
@@ -214,6 +216,7 @@ def test_why_a_server_is_not_ready_is_told() -> None:
             connect(settled(*argv))
 
 
+@pytest.mark.usefixtures("stale_at_any_time")
 def test_requests_sent_again_are_in_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def respond(path: str, body: dict, nth: int) -> Reply:
         return steady(2, 0) if nth != 1 else Reply([Step(0, b"", "close")], framing="silent")

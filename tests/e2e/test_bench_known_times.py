@@ -1,8 +1,8 @@
 """The figures of a run against a scripted server whose times are known.
 
-A chunk cannot arrive before it was sent, which bounds every time from below. From above the tolerance is 5 s,
-since a busy machine may be late. What does not depend on the clock (counts, shares of a gap, sums) is exact,
-unless the client stood still for so long that two chunks came with one read: that run proves nothing.
+A chunk cannot arrive before it was sent, which bounds every time from below; no time is longer than the run.
+What does not depend on the clock (counts, shares of a gap, sums) is exact, unless the client stood still for
+so long that two chunks came with one read: that run proves nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import pytest
 
 from tests.e2e.sse_server import DONE, Reply, Step, chat_event, native_event, serving
 from tests.e2e.test_bench_client import bench
-
-TOLERANCE_MS = 5000.0
 
 
 def test_b53_tokens_of_a_chunk_share_its_gap(tmp_path: Path) -> None:
@@ -32,8 +30,8 @@ def test_b53_tokens_of_a_chunk_share_its_gap(tmp_path: Path) -> None:
     if len(itls_ms) != 8:
         pytest.skip("the client stood still for half a second")
     assert itls_ms == [pytest.approx(itls_ms[0])] * 4 + [pytest.approx(itls_ms[4])] * 4
-    assert 0 <= ttft_ms <= TOLERANCE_MS
-    assert 1000 <= ttft_ms + sum(itls_ms) <= 1000 + TOLERANCE_MS
+    assert 0 <= ttft_ms
+    assert 1000 <= ttft_ms + sum(itls_ms) <= 1e3 * result["duration"] + 1e-6
     # The first chunk may have been read late, never early: the gaps are 500 ms each, less or more by that.
     assert 4 * itls_ms[0] >= 500 - ttft_ms
     assert result["mean_itl_ms"] == pytest.approx(sum(itls_ms) / 8)
@@ -72,14 +70,14 @@ def test_b54_what_is_not_measured_is_left_out_and_counted(tmp_path: Path) -> Non
     measured = sorted(1e3 * ttft for ttft in result["ttfts"] if ttft is not None)
     assert len(measured) == 2
     assert 30 <= measured[0]
-    assert 100 <= measured[1] <= 100 + TOLERANCE_MS
+    assert 100 <= measured[1]
     assert result["mean_ttft_ms"] == pytest.approx(sum(measured) / 2)
     assert [len(itls) for itls in result["itls"]].count(1) == 1
     # One value: its mean, percentiles and ends are the same, and no stream without text pulls them to 0.
     for figure in ("tpot", "itl"):
         values = {result[f"{name}_{figure}_ms"] for name in ("min", "mean", "median", "p99", "max")}
         assert len(values) == 1
-    assert 600 <= result["max_ttft_ms"] + result["mean_itl_ms"] <= 600 + TOLERANCE_MS
+    assert 600 <= result["max_ttft_ms"] + result["mean_itl_ms"] <= 1e3 * result["duration"] + 1e-6
 
 
 def test_schedule_delay_is_from_due_to_sent(tmp_path: Path) -> None:
@@ -87,8 +85,8 @@ def test_schedule_delay_is_from_due_to_sent(tmp_path: Path) -> None:
     reply = Reply([Step(60, native_event("w1", 1)), Step(60, DONE)])
     with serving(lambda path, body, nth: reply) as server:
         _, result = bench(server, tmp_path, "--num-prompts", "5", "--max-concurrency", "1")
-    assert 120 <= result["median_schedule_delay_ms"] <= 120 + TOLERANCE_MS
-    assert 240 <= result["max_schedule_delay_ms"] <= 240 + TOLERANCE_MS
+    assert 120 <= result["median_schedule_delay_ms"]
+    assert 240 <= result["max_schedule_delay_ms"] <= 1e3 * result["duration"]
     assert (
         result["median_schedule_delay_ms"]
         <= result["p99_schedule_delay_ms"]

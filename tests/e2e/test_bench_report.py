@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html.parser
 import json
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from phalanx.bench import compare, sweep
 from phalanx.bench.errors import BenchError
 from phalanx.bench.report_page import show
+from tests.e2e.server_harness import PATIENCE_S
 from tests.e2e.sse_server import Reply, json_reply, serving, steady
 from tests.e2e.test_bench_client import Words
 
@@ -132,7 +134,7 @@ def test_the_page_renders_in_a_browser(swept: tuple[Path, list[dict[str, Any]]],
     flags += " --disable-background-networking --disable-component-update --disable-dev-shm-usage"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
     command += ["--v=0", "--dump-dom", path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
     assert_page_shows(done.stdout, lines)
@@ -148,7 +150,7 @@ def test_console_errors_would_be_seen(tmp_path: Path) -> None:
     flags += " --disable-background-networking --disable-component-update --disable-dev-shm-usage"
     command = [CHROMIUM, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr"]
     command += ["--v=0", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert "CONSOLE" in done.stderr
 
 
@@ -251,6 +253,9 @@ def test_two_servers_are_measured_in_turn(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert "\nB/A, logarithmic\nrequest_throughput " in out
     (only,) = json.loads(out.splitlines()[-1])["comparisons"]
-    # 4 tokens at 60 ms against 4 ms in all: B cannot be the faster one on any machine that runs this.
-    assert only["ratios"]["mean_e2e_latency_ms"]["ratio"] > 1
-    assert only["ratios"]["request_throughput"]["ratio"] < 1
+    # Whose figures are whose: no answer of B comes within 240 ms, and a ratio is B's over A's.
+    runs = {side: [x for x in lines_of(tmp_path / "o") if x["compare"]["side"] == side] for side in "AB"}
+    assert all(line["mean_e2e_latency_ms"] >= 240 for line in runs["B"])
+    for name in ("mean_e2e_latency_ms", "request_throughput"):
+        logs = [math.log(b[name] / a[name]) for a, b in zip(runs["A"], runs["B"], strict=True)]
+        assert only["ratios"][name]["ratio"] == pytest.approx(math.exp(sum(logs) / 3), rel=1e-3)

@@ -25,7 +25,7 @@ def test_scores_and_texts_are_those_of_transformers(smollm2: str, batch_size: in
         pytest.skip("lm-eval is not installed (PHALANX_LM_EVAL_PYTHON names a Python that has it)")
     command = [sys.executable, str(SCRIPT), "--lm-eval-python", python, "--model", smollm2]
     done = subprocess.run(
-        [*command, "--batch-size", str(batch_size)], capture_output=True, text=True, timeout=280
+        [*command, "--batch-size", str(batch_size)], capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
