@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from phalanx.core.request import WORKER_SHIFT
 from phalanx.core.step import StepOutputs
 from phalanx.messages import Abort, Control, ControlReply, EngineReady, encode
 from phalanx.runtime.channels import EngineChannel, LauncherChannel, WorkerChannel
+from tests.e2e.server_harness import PATIENCE_S, wait_until
 from tests.inproc_channel import InprocChannel
 
 
@@ -31,7 +33,7 @@ def channel(kind, tmp_path, num_workers):
             end.close()
 
 
-def take(end, count, timeout_ms=10_000):
+def take(end, count, timeout_ms=60_000):
     """Receive until `count` messages have come (they may come in parts)."""
     got = []
     while len(got) < count:
@@ -109,7 +111,7 @@ def test_event_loop_gets_everything(kind, uvloop, tmp_path):
                 done.set()
 
         worker.attach(asyncio.get_running_loop(), on_messages)
-        await asyncio.wait_for(done.wait(), 60)
+        await asyncio.wait_for(done.wait(), PATIENCE_S)
         return got
 
     with channel(kind, tmp_path, 1) as (engine, workers):
@@ -146,16 +148,18 @@ def test_garbage_is_dropped_and_the_rest_goes_on(tmp_path, caplog):
             push.connect(f"ipc://{tmp_path}/{name}.ipc")
             for frames in ([b""], [b"garbage"], [b"\x09", b"\xc1", b"x"], [b"\0" * 4, b"\x80"]):
                 push.send_multipart(frames)
-            push.close(linger=5000)
+            push.close(linger=60_000)
         context.term()
         workers[0].send(Abort((1,)))
         engine.send(0, ControlReply(1, True))
         got_engine, got_worker = [], []
-        for _ in range(100):  # a wait may end with garbage alone
-            got_engine += engine.recv(50)
-            got_worker += workers[0].recv(50)
-            if len(caplog.records) == 8 and got_engine and got_worker:
-                break
+
+        def is_all() -> bool:
+            got_engine.extend(engine.recv(10))
+            got_worker.extend(workers[0].recv(10))
+            return len(caplog.records) == 8 and bool(got_engine) and bool(got_worker)
+
+        wait_until(is_all, "both messages, and what is said of the others")
         assert got_engine == [(0, Abort((1,)))]
         assert got_worker == [ControlReply(1, True)]
     assert "dropped a message" in caplog.text
@@ -188,14 +192,21 @@ def test_a_new_worker_says_hello_and_an_ended_one_is_heard_no_more(tmp_path, cap
         new.send(Abort((4,)))
         got = []
         while len(got) < 2:  # a wait may end with what is dropped alone
-            got += engine.recv(10_000)
+            got += engine.recv(60_000)
         assert got == [(2, Control(0, "hello")), (2, Abort((4,)))]
         engine.send_outputs(outputs([1, 1 << WORKER_SHIFT | 1, 2 << WORKER_SHIFT | 7]))
         assert [m.stream_ids.tolist() for m in take(new, 1)] == [[2 << WORKER_SHIFT | 7]]
         assert [m.stream_ids.tolist() for m in take(other, 1)] == [[1 << WORKER_SHIFT | 1]]
         new.send(Control(3, "relay", {"op": "abort"}))
-        assert engine.recv(200) == []
-        assert take(other, 1) == [Control(3, "abort", {"op": "abort"})] and len(take(new, 2)) == 2
+        heard = []
+
+        def is_heard() -> bool:
+            assert engine.recv(10) == []
+            heard.extend(other.recv())
+            return bool(heard)
+
+        wait_until(is_heard, "the relayed order")
+        assert heard == [Control(3, "abort", {"op": "abort"})] and len(take(new, 2)) == 2
         assert old.recv(50) == [] and "no worker has number 2" in caplog.text
     finally:
         for end in ends:
@@ -217,15 +228,20 @@ def test_workers_greet_when_they_attach(tmp_path):
 
 def test_the_launchers_number_is_good_for_nothing_else(tmp_path, caplog):
     engine = EngineChannel(str(tmp_path), 1)
-    for message in (Abort((1,)), Control(1, "ping"), Control(0, "worker_ended", {"worker": "all"})):
+
+    def is_told(text: str, count: int) -> bool:
+        assert engine.recv(10) == []
+        return caplog.text.count(text) == count
+
+    messages = (Abort((1,)), Control(1, "ping"), Control(0, "worker_ended", {"worker": "all"}))
+    for count, message in enumerate(messages, 1):
         launcher = LauncherChannel(str(tmp_path))
         launcher._push.send_multipart([b"\xff" * 4, *encode(message)])
-        assert engine.recv(500) == []
+        wait_until(partial(is_told, "the launcher sends nothing of this kind", count), "a refusal")
         launcher.close()
-    assert caplog.text.count("the launcher sends nothing of this kind") == 3
     worker = WorkerChannel(str(tmp_path), 0)
     worker.send(Control(0, "worker_ended", {"worker": 0}))
-    assert engine.recv(500) == [] and "the launcher alone knows" in caplog.text
+    wait_until(partial(is_told, "the launcher alone knows", 1), "a refusal")
     worker.send(Abort((1,)))
     assert take(engine, 1) == [(0, Abort((1,)))]
     worker.close()

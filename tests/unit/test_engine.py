@@ -23,6 +23,7 @@ from phalanx.config.groups import (
 from phalanx.core.errors import ConfigError, EngineError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepResult
+from phalanx.engine import null
 from phalanx.engine.buckets import MixedShape, MixedShapes, bucket_of, decode_buckets, power_of_two_buckets
 from phalanx.engine.build import build_engine
 from phalanx.engine.engine import Engine
@@ -481,7 +482,9 @@ def test_pool_sizing() -> None:
         pages(0.1, None, 100 * one_page, 90 * one_page)
 
 
-def test_null_engine_is_deterministic_and_keeps_its_rate() -> None:
+def test_null_engine_is_deterministic_and_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(null, "time", clock)
     paced = msgspec.structs.replace(settings(4).engine, null_step_ms=3.0)
     fast, slow = NullEngine(settings(4)), NullEngine(settings(4, engine=paced))
     hand = HandScheduler(40, 4)
@@ -501,7 +504,21 @@ def test_null_engine_is_deterministic_and_keeps_its_rate() -> None:
     assert result.prompt_logprobs.token_ids.tolist() == [9, 13]
     assert result.prompt_logprobs.ids.tolist() == [7, 7]
     handle = slow.launch(plan)
+    clock.now_s += 0.002
     assert not handle.done and handle.result().tokens.tolist() == result.tokens.tolist() and handle.done
+    assert clock.now_s == pytest.approx(1000.003)
+
+
+class Clock:
+    """`time` that passes by sleeping alone."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 def test_what_the_null_engine_says_is_known_by_seed_and_position() -> None:

@@ -14,19 +14,25 @@ from phalanx.core.request import WORKER_SHIFT, EngineRequest
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish, StepOutputs
 from phalanx.messages import Abort, Control, ControlReply, EngineReady, Submit
-from phalanx.runtime import engine_process
+from phalanx.runtime import engine_process, heartbeat
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.engine_process import EngineLoop
-from tests.e2e.server_harness import make_settings
+from tests.e2e.server_harness import PATIENCE_S, make_settings
 from tests.inproc_channel import InprocChannel
 
-CONTEXT = 64
+CONTEXT = 2048
+LONG, SLOW_S, FAST_S = 600, 0.05, 0.0005  # half a minute in slow steps, a moment in fast ones
 
 
 def settings():
     base = make_settings("dummy", api_workers=2)
-    engine = msgspec.structs.replace(base.engine, device="null", null_step_ms=1.0)
-    return msgspec.structs.replace(base, engine=engine)
+    return msgspec.structs.replace(
+        base,
+        model=msgspec.structs.replace(base.model, max_position_embeddings=CONTEXT),
+        cache=msgspec.structs.replace(base.cache, max_total_tokens=32 * CONTEXT),
+        scheduler=msgspec.structs.replace(base.scheduler, context_length=CONTEXT),
+        engine=msgspec.structs.replace(base.engine, device="null", null_step_ms=1.0),
+    )
 
 
 class Side:
@@ -69,7 +75,7 @@ class Side:
                 self.ready.append(message.info)
 
     def wait(self, condition):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, "waited in vain"
             self.pump()
@@ -87,13 +93,17 @@ class Running:
     def __init__(self):
         self.channel = InprocChannel(2)
         worker, info = build_worker(settings(), progress=False)
-        self.scheduler = worker.scheduler
+        self.scheduler, self.engine = worker.scheduler, worker._engine
         self.loop = EngineLoop(worker, self.channel.engine, settings(), info)
         self.sides = [Side(end) for end in self.channel.workers]
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
 
     def start(self):
         self.thread.start()
+
+    def pace(self, step_s):
+        """How long the next steps take."""
+        self.engine._step_s = step_s
 
 
 @contextlib.contextmanager
@@ -105,7 +115,7 @@ def running(start=True):
         yield one
     finally:
         one.loop.stop()
-        one.thread.join(10)
+        one.thread.join(PATIENCE_S)
         assert not one.thread.is_alive()
         one.scheduler.check()
 
@@ -140,7 +150,8 @@ def test_a_worker_that_dies_before_its_hello_is_not_waited_for():
 def test_a_name_in_use_is_refused_whichever_worker_has_it_and_free_again_afterwards():
     with running() as one:
         a, b = one.sides
-        first = a.submit(1, rid="x", tokens=60)
+        one.pace(SLOW_S)
+        first = a.submit(1, rid="x", tokens=LONG)
         a.wait(lambda: a.tokens.get(first))
         second = b.submit(1, rid="x")
         third = a.submit(2, rid="x")
@@ -149,8 +160,9 @@ def test_a_name_in_use_is_refused_whichever_worker_has_it_and_free_again_afterwa
         a.wait(lambda: third in a.finish)
         assert b.errors[second] == a.errors[third] == (400, "the request id 'x' is in use")
         assert b.finish[other] == Finish.LENGTH and other not in b.errors
+        one.pace(FAST_S)
         a.wait(lambda: first in a.finish)
-        assert a.tokens[first] == 60 and a.finish[first] == Finish.LENGTH
+        assert a.tokens[first] == LONG and a.finish[first] == Finish.LENGTH
         again = b.submit(3, rid="x")
         b.wait(lambda: again in b.finish)
         assert b.finish[again] == Finish.LENGTH and b.tokens[again] == 3
@@ -159,8 +171,9 @@ def test_a_name_in_use_is_refused_whichever_worker_has_it_and_free_again_afterwa
 def test_a_name_is_free_after_every_kind_of_end():
     with running() as one:
         a, _ = one.sides
+        one.pace(SLOW_S)
         for number in range(3):  # aborted while it runs
-            stream = a.submit(number, rid="x", tokens=60)
+            stream = a.submit(number, rid="x", tokens=LONG)
             a.wait(lambda stream=stream: a.tokens.get(stream))
             a.send(Abort((stream,)))
             a.wait(lambda stream=stream: stream in a.finish)
@@ -198,23 +211,33 @@ def request(stream, rid):
 def test_a_workers_end_aborts_its_requests_alone():
     with running() as one:
         a, b = one.sides
-        mine = [a.submit(i, rid=f"a{i}", tokens=60) for i in range(5)]
-        other = b.submit(0, tokens=60)
+        one.pace(SLOW_S)
+        mine = [a.submit(i, rid=f"a{i}", tokens=LONG) for i in range(5)]
+        other = b.submit(0, tokens=LONG)
         a.wait(lambda: all(a.tokens.get(s) for s in mine))
         b.send(Control(0, "worker_ended", {"worker": 0}))
-        b.wait(lambda: other in b.finish)
         a.wait(lambda: all(s in a.finish for s in mine))
+        one.pace(FAST_S)
+        b.wait(lambda: other in b.finish)
         assert {a.finish[s] for s in mine} == {Finish.ABORT}
-        assert b.finish[other] == Finish.LENGTH and b.tokens[other] == 60
+        assert b.finish[other] == Finish.LENGTH and b.tokens[other] == LONG
         assert b.pages_held(1) == 0
         again = b.submit(1, rid="a0")
         b.wait(lambda: again in b.finish)
         assert b.finish[again] == Finish.LENGTH
 
 
+class Clock:
+    now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+
 def test_a_worker_that_is_not_heard_of_loses_its_requests(monkeypatch):
     """It was stopped, and what waits for it must not grow for ever; another's requests go on."""
-    monkeypatch.setattr(engine_process, "_SILENCE_S", 1.2)
+    clock = Clock()
+    monkeypatch.setattr(heartbeat, "time", clock)
     with running() as one:
         stopped, other = one.sides
         assert other.ask(1, "pause", {"mode": "in_place"}).ok
@@ -223,9 +246,10 @@ def test_a_worker_that_is_not_heard_of_loses_its_requests(monkeypatch):
         number = 10
         while lost in one.scheduler.stream_ids():
             number += 1
+            clock.now_s += 0.5
             other.ask(number, "ping")
-            assert number < 2000
-            time.sleep(0.01)
+            assert clock.now_s <= 2 * engine_process._SILENCE_S
+        assert clock.now_s > engine_process._SILENCE_S
         assert other.ask(2, "stats").data["aborted_worker_lost_total"] == 1
         other.ask(3, "continue")
         other.wait(lambda: kept in other.finish)
@@ -241,7 +265,8 @@ def test_a_worker_that_is_not_heard_of_loses_its_requests(monkeypatch):
 def test_pause(mode):
     with running() as one:
         a, b = one.sides
-        before = a.submit(1, tokens=60)
+        one.pace(SLOW_S)
+        before = a.submit(1, tokens=LONG)
         a.wait(lambda: a.tokens.get(before, 0) > 3)
         assert b.ask(1, "pause", {"mode": mode}).ok
         a.pump()
@@ -260,11 +285,12 @@ def test_pause(mode):
         assert a.tokens[before] == told and during not in b.tokens
         if mode == "abort":
             assert a.finish[before] == Finish.ABORT
+        one.pace(FAST_S)
         assert a.ask(5, "continue").ok
         b.wait(lambda: during in b.finish)
         assert b.finish[during] == Finish.LENGTH and b.tokens[during] == 3
         a.wait(lambda: before in a.finish)
-        assert a.tokens[before] == (60 if mode == "in_place" else told)
+        assert a.tokens[before] == (LONG if mode == "in_place" else told)
         assert not b.ask(6, "stats").data["paused"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 import uvicorn
@@ -34,22 +35,43 @@ async def echo(scope, receive, send):
     await send({"type": "http.response.body", "body": answer})
 
 
-async def talk(*parts: bytes, pause_s: float = 0.0, reads: int = -1) -> bytes:
-    """What a server says to a client that sends these parts and waits for the end."""
+async def talk(*parts: bytes, pause: Callable[[], None] = lambda: None, reads: int = -1) -> bytes:
+    """What a server says to a client that sends these parts, each after the one before it was taken."""
+    received: list[bytes] = []
+
+    class Protocol(LimitedProtocol):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            received.append(data)
+
     config = uvicorn.Config(echo, http=LimitedProtocol, lifespan="off", log_config=None)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: LimitedProtocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        lambda: Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
     )
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    for part in parts:
+    for i, part in enumerate(parts):
         writer.write(part)
-        await asyncio.sleep(pause_s)
-    said = await asyncio.wait_for(reader.read() if reads < 0 else reader.readexactly(reads), 10)
+        while len(b"".join(received)) < len(b"".join(parts[: i + 1])):
+            await asyncio.sleep(0)
+        pause()
+    said = await asyncio.wait_for(reader.read() if reads < 0 else reader.readexactly(reads), 120)
     writer.close()
     server.close()
     return said
+
+
+class HeldLoop(asyncio.SelectorEventLoop):
+    """Its time passes only when it is told, whatever the machine does; sockets are as ever."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +93,12 @@ def test_an_answer_that_has_been_given_is_not_followed_by_an_error():
 
 
 def test_a_slow_body_is_read_to_its_end():
+    """Each part in time, and all of them together after three times as long."""
     parts = [HEAD + b"content-length: 9\r\n\r\n", *[b"x"] * 9]
-    said = asyncio.run(talk(*parts, pause_s=GAP_S / 4, reads=39))
+    with asyncio.Runner(loop_factory=HeldLoop) as runner:
+        loop = runner.get_loop()
+        said = runner.run(talk(*parts, pause=lambda: loop.pass_s(GAP_S / 3), reads=39))
+        assert loop.time() > 3 * GAP_S
     assert said.startswith(b"HTTP/1.1 200 ") and said.endswith(b"9")
 
 

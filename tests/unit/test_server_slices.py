@@ -42,7 +42,8 @@ class Rig:
     async def start(self):
         self.worker.engine.start()
         self.channel.engine.send(0, EngineReady())
-        await asyncio.sleep(0.01)
+        while not self.worker.engine.is_ready:
+            await asyncio.sleep(0)
 
     async def send(self, message):
         await self.is_open.wait() if not self.is_open.is_set() else None
@@ -66,6 +67,14 @@ class Rig:
         params = SamplingParams(**sampling)
         await make_streams(self.worker, call, (Ask([1 + i % 200], params) for i in range(count)))
         return call
+
+    async def submitted(self, count):
+        """Until so many sequences have come to the engine; the messages."""
+        messages = []
+        while sum(len(message.requests) for message in messages) < count:
+            await asyncio.sleep(0)
+            messages += self.messages()
+        return messages
 
     def messages(self):
         return [message for _, message in self.channel.engine.recv(0)]
@@ -158,7 +167,7 @@ def test_whole_answers_are_the_same_in_slices(tokenizer, monkeypatch, count):
     async def scenario(rig):
         call = await rig.call(count)
         task = asyncio.create_task(run_call(rig.worker, call, rig.receive))
-        await asyncio.sleep(0.01)
+        await rig.submitted(count)
         rig.worker.dispatcher.on_outputs([rig.tell(call, [97 + i % 26 for i in range(count)])])
         rig.worker.dispatcher.on_outputs([rig.tell(call, 98, Finish.LENGTH)])
         async with Turns() as turns:
@@ -176,7 +185,7 @@ def test_an_answer_in_slices_ends_with_its_client(tokenizer, monkeypatch):
     async def scenario(rig):
         call = await rig.call(stream._MANY_STREAMS + 1)
         task = asyncio.create_task(run_call(rig.worker, call, rig.receive))
-        await asyncio.sleep(0.01)
+        await rig.submitted(len(call.streams))
         rig.worker.dispatcher.on_outputs([rig.tell(call, 98, Finish.LENGTH)])
         while call.answering is None:
             await asyncio.sleep(0)
@@ -197,8 +206,7 @@ def test_steps_that_come_while_others_are_worked_on_are_joined_in_order(tokenize
     async def scenario(rig):
         call = await rig.call(count, is_stream=True)
         task = asyncio.create_task(run_call(rig.worker, call, rig.receive))
-        await asyncio.sleep(0.01)
-        assert isinstance(rig.messages()[0], Submit)
+        assert isinstance((await rig.submitted(count))[0], Submit)
         for step in range(num_steps):
             finish = Finish.LENGTH if step == num_steps - 1 else Finish.NONE
             rig.worker.dispatcher.on_outputs([rig.tell(call, 97 + step, finish)])
@@ -220,7 +228,7 @@ def test_what_came_before_the_engines_death_is_told(tokenizer, monkeypatch):
     async def scenario(rig):
         call = await rig.call(4, is_stream=True)
         task = asyncio.create_task(run_call(rig.worker, call, rig.receive))
-        await asyncio.sleep(0.01)
+        await rig.submitted(4)
         rig.worker.dispatcher.on_outputs([rig.tell(call, 97)])
         rig.worker.dispatcher.fail_all(503, "dead")
         await task
@@ -237,11 +245,12 @@ def test_a_slow_reader_of_many_streams_gets_them_in_batches(tokenizer):
     async def scenario(rig):
         call = await rig.call(count, is_stream=True)
         task = asyncio.create_task(run_call(rig.worker, call, rig.receive))
-        await asyncio.sleep(0.01)
+        await rig.submitted(count)
         rig.is_open.clear()
         for token, finish in ((97, Finish.NONE), (98, Finish.NONE), (99, Finish.LENGTH)):
             rig.worker.dispatcher.on_outputs([rig.tell(call, token, finish)])
-        await asyncio.sleep(0.3)
+        for _ in range(1000):
+            await asyncio.sleep(0)
         assert rig.sent == []
         rig.is_open.set()
         await task
@@ -286,7 +295,7 @@ def test_too_many_big_requests_at_once_are_refused(tokenizer, monkeypatch):
     release = threading.Event()
 
     def stuck(job):
-        release.wait(20)
+        release.wait(600)
         return job(tokenizer)
 
     async def scenario(rig):

@@ -407,7 +407,7 @@ def test_a_reader_that_takes_nothing_is_cut_off(monkeypatch):
         for token in tokenizer.encode("some words"):
             rig.dispatcher.on_outputs([rig.step([(0, token, Finish.NONE)])])
         assert rig.call.response.blocked and not rig.transport.is_aborted
-        await asyncio.wait_for(rig.call.response.finished(), 10)
+        await asyncio.wait_for(rig.call.response.finished(), 120)
         assert rig.transport.is_aborted and rig.call.response.stalled and rig.call.response.ended
         written = rig.transport.written
         rig.dispatcher.on_outputs([rig.step([(0, 5, Finish.NONE)])])
@@ -426,7 +426,7 @@ def test_the_rest_of_a_whole_answer_is_not_kept_for_ever(monkeypatch):
         transport.stop()
         response = Response(new_cycle(transport).send)
         response.write_whole(200, b"{}")
-        await asyncio.wait_for(response.finished(), 10)
+        await asyncio.wait_for(response.finished(), 120)
         assert transport.is_aborted and response.stalled
 
     asyncio.run(scenario())

@@ -18,7 +18,7 @@ from phalanx.server import routes_generate, routes_manage, routes_openai
 from phalanx.server.side_process import SideProcess, SideSettings
 from phalanx.server.texts import PackedIds, _encode, pack, unpack
 from phalanx.text.tokenizer import load_tokenizer
-from tests.e2e.server_harness import make_settings, wait_until, write_byte_tokenizer
+from tests.e2e.server_harness import PATIENCE_S, make_settings, wait_until, write_byte_tokenizer
 
 PAD = "x" * 2**20  # an unknown field that makes a body big
 
@@ -29,7 +29,7 @@ def anything(num_ids: int, *, at_least: bool = False) -> None:
 
 def boom(kind: str, tokenizer: object) -> None:
     if kind == "sleep":
-        time.sleep(60)
+        time.sleep(600)
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     raise {"refused": RequestError("no", status=404, param="p", code="c"), "bug": ValueError("secret")}[kind]
@@ -220,5 +220,5 @@ def test_closing_ends_a_call_that_waits(settings):
     thread.start()
     time.sleep(0.1)
     side.close()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert told and told[0][1] == 503
