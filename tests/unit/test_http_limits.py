@@ -38,11 +38,16 @@ async def echo(scope, receive, send):
 async def talk(*parts: bytes, pause: Callable[[], None] = lambda: None, reads: int = -1) -> bytes:
     """What a server says to a client that sends these parts, each after the one before it was taken."""
     received: list[bytes] = []
+    gone = asyncio.Event()
 
     class Protocol(LimitedProtocol):
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             received.append(data)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            gone.set()
 
     config = uvicorn.Config(echo, http=LimitedProtocol, lifespan="off", log_config=None)
     config.load()
@@ -53,7 +58,7 @@ async def talk(*parts: bytes, pause: Callable[[], None] = lambda: None, reads: i
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     for i, part in enumerate(parts):
         writer.write(part)
-        while len(b"".join(received)) < len(b"".join(parts[: i + 1])):
+        while len(b"".join(received)) < len(b"".join(parts[: i + 1])) and not gone.is_set():
             await asyncio.sleep(0)
         pause()
     said = await asyncio.wait_for(reader.read() if reads < 0 else reader.readexactly(reads), 120)
