@@ -33,7 +33,7 @@ from phalanx.core.step import Finish
 from phalanx.engine.buckets import MixedShape
 from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.memory import DTYPES
-from phalanx.engine.warm_up import padding_prompts, prompt_sizes
+from phalanx.engine.warm_up import most_prompt_tokens, padding_prompts, prompt_sizes
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.dummy import BUILTIN_CONFIGS
@@ -533,6 +533,54 @@ def test_prompts_of_all_sizes_are_tried_before_the_first_request(models, caplog)
     ]  # fmt: skip
     rig.hand.add(1, PROMPTS[0], GREEDY)
     assert rig.step(chunks=[(1, 5)]).finish.tolist() == [Finish.NONE]
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "max_prefill", "num_slots", "most"),
+    [
+        (64, 512, 16384, 9000, 512),
+        (64, 8192, 1000, 9000, 1000),
+        (64, -1, 1000, 9000, 1000),
+        (64, -1, 50, 9000, 95),  # a longer prompt runs alone
+        (64, -1, 10**9, 9000, 64 * 95),  # no more than all rows hold
+        (64, 10**9, 10**9, 600, 600),  # nor than the pool
+    ],
+)
+def test_no_step_larger_than_can_be_is_tried(rows, chunk, max_prefill, num_slots, most) -> None:
+    config = SchedulerConfig(
+        max_running_requests=rows,
+        context_length=96,
+        max_prefill_tokens=max_prefill,
+        chunked_prefill_size=chunk,
+    )
+    assert most_prompt_tokens(config, num_slots) == most
+
+
+def test_log_probabilities_that_fail_end_the_requests_of_their_step_alone(models) -> None:
+    chosen = settings(CONFIG, rows=4)
+    engine = make_engine(chosen, models["bfloat16"], 200)
+    read, failures = engine._read_logprobs, [torch.OutOfMemoryError("no memory")]
+
+    def once(*args: object) -> object:
+        if failures:
+            raise failures.pop()
+        return read(*args)
+
+    engine._read_logprobs = once
+    worker = Worker(Scheduler(chosen.scheduler, num_pages=200, page_size=4), engine, overlap=True)
+    requests = requests_of(7, seed=5, max_new=6, logprobs=True)
+    for request in requests:
+        worker.add(request)
+    ends, errors = {}, {}
+    while worker.busy:
+        for outputs in worker.step():
+            ends |= dict(zip(outputs.stream_ids.tolist(), outputs.finish.tolist(), strict=True))
+            errors |= {stream: message for stream, _, message in outputs.errors}
+    failed = [stream for stream, end in ends.items() if end == Finish.ERROR]
+    assert 0 in failed and len(failed) < 7 and set(errors) == set(failed)
+    assert set(errors.values()) == {"step 1 failed: OutOfMemoryError: no memory"}
+    assert {ends[stream] for stream in range(7)} <= {Finish.ERROR, Finish.STOP, Finish.LENGTH}
+    worker.scheduler.check()
 
 
 def test_sizes_and_shapes_of_padding_prompts() -> None:

@@ -23,7 +23,14 @@ from phalanx.engine.launch_times import LaunchTimes
 from phalanx.engine.plan_arrays import HEADER
 from phalanx.engine.rows import DeviceRows, grant_ring
 from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
-from phalanx.engine.warm_up import LONGEST_TRIED, padding_prompts, pin_buffers, prompt_sizes, with_bar
+from phalanx.engine.warm_up import (
+    LONGEST_TRIED,
+    most_prompt_tokens,
+    padding_prompts,
+    pin_buffers,
+    prompt_sizes,
+    with_bar,
+)
 from phalanx.kernels import sample
 from phalanx.kvcache.pool import KVPool
 from phalanx.sampling.logprobs import position_logprobs, prompt_logprobs
@@ -61,8 +68,7 @@ class CudaEngine:
         self._attn = attn
         self._buckets = decode_buckets(scheduler.max_running_requests)
         self._max_graph_rows = settings.engine.cuda_graph_max_bs if settings.engine.cuda_graph else 0
-        chunk = scheduler.chunked_prefill_size
-        self._most_prompt_tokens = min(scheduler.max_prefill_tokens, chunk if chunk > 0 else 1 << 30)
+        self._most_prompt_tokens = most_prompt_tokens(scheduler, pool.num_slots - pool.page_size)
         self._rows = DeviceRows(
             num_rows, scheduler.context_length, grant_ring(scheduler, pool.page_size), device
         )

@@ -57,12 +57,23 @@ class CudaHandle:
         return self._ready.query()
 
     def result(self) -> StepResult:
-        """Wait for this step, not for those launched after it."""
+        """Wait for this step, not for those launched after it.
+
+        Raises EngineError if its log-probabilities cannot be computed. Errors of the device are raised as
+        they are: nothing can run after one.
+        """
         self._ready.synchronize()
         packed, s = self._host.numpy(), self._num_sampled
         split = len(packed) // _BYTES_PER_LANE * 4
         tokens = packed[:split].view(np.int32)[:s].copy()
-        logprobs, prompt = self._read_logprobs(tokens) if self._read_logprobs is not None else (None, None)
+        logprobs, prompt = None, None
+        if self._read_logprobs is not None:
+            try:
+                logprobs, prompt = self._read_logprobs(tokens)
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:
+                raise _step_error(self.step_id, error) from error
         return StepResult(
             step_id=self.step_id,
             tokens=tokens,
@@ -85,6 +96,8 @@ class FailedHandle:
         """Raise EngineError with the cause."""
         if isinstance(self._error, EngineError):
             raise self._error
-        raise EngineError(
-            f"step {self.step_id} failed: {type(self._error).__name__}: {self._error or 'no message'}"
-        ) from self._error
+        raise _step_error(self.step_id, self._error) from self._error
+
+
+def _step_error(step_id: int, error: Exception) -> EngineError:
+    return EngineError(f"step {step_id} failed: {type(error).__name__}: {error or 'no message'}")

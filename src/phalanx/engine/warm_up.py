@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from phalanx.config.groups import SchedulerConfig
 from phalanx.core.step import EnteringRows, PageGrants, PrefillChunks, StepPlan
 
 _DTYPES = {"Int32": np.int32, "Int64": np.int64, "Float32": np.float32}
@@ -17,6 +18,16 @@ _T = TypeVar("_T")
 LONGEST_TRIED = 2048  # tokens of a prompt: attention to longer ones would only take time
 _TOKEN_BYTES = 40  # of a plan: its id, position, slot and row, 8 bytes each, and what else there is
 _KEPT = 8  # pinned buffers of one size: entering requests take four, and two steps are under way
+
+
+def most_prompt_tokens(config: SchedulerConfig, num_slots: int) -> int:
+    """The most prompt tokens that a step can hold, with a pool of so many slots."""
+    longest = config.context_length - 1
+    if config.chunked_prefill_size > 0:
+        budget = min(config.max_prefill_tokens, config.chunked_prefill_size)
+    else:
+        budget = max(config.max_prefill_tokens, longest)  # a longer prompt is the only one of its step
+    return min(budget, config.max_running_requests * longest, num_slots)
 
 
 def prompt_sizes(limit: int) -> list[int]:
