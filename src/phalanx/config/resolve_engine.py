@@ -15,6 +15,7 @@ from phalanx.core.errors import ConfigError
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MAX_GRAPH_ROWS = 8192
+_MAX_THREADS = 1024  # OpenMP ends the process where the system gives it fewer than it asks for
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -34,8 +35,8 @@ def settle_engine(args: argparse.Namespace, hardware: Hardware, model: ModelConf
     device = _device(args, hardware, log)
     dtype = _dtype(args, device, hardware, model, log)
     backend = _attention_backend(args, device, dtype, hardware, model, log)
-    if args.num_threads is not None and args.num_threads < 1:
-        raise ConfigError(f"--num-threads must be at least 1, got {args.num_threads}")
+    if args.num_threads is not None and not 1 <= args.num_threads <= _MAX_THREADS:
+        raise ConfigError(f"--num-threads must be in [1, {_MAX_THREADS}], got {args.num_threads}")
     threads = args.num_threads or hardware.num_cpus
     seed = args.random_seed
     if seed is not None and not 0 <= seed < 2**63:

@@ -43,8 +43,18 @@ def build_engine(settings: Settings, progress: bool = True) -> BuiltEngine:
 
     Raises:
         ModelError: the model cannot be loaded.
-        ConfigError: unknown device or attention backend, or no memory for the pool.
+        ConfigError: unknown device or attention backend, or no memory for weights, pool or graphs.
     """
+    try:
+        return _build(settings, progress)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the GPU's memory does not hold this model with its KV pool and the buffers of a step: lower "
+            f"--mem-fraction-static or --max-running-requests ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _build(settings: Settings, progress: bool) -> BuiltEngine:
     name = settings.engine.device
     if name not in ("cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"device {name!r} cannot run a model here: torch finds no such device")

@@ -10,13 +10,18 @@ import argparse
 import json
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from phalanx.config.cli import add_model_arguments
 from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from phalanx.runtime.llm import LLM
+
+_MOST_PROMPTS = 10**7  # beyond it is a slip of the finger, and so would be the memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +33,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-range-ratio", type=float, default=0.0, help="1.0: exactly the lengths")
     parser.add_argument("--seed", type=int, default=42, help="of prompts and lengths")
     parser.add_argument("--repeats", type=int, default=1, help="runs; the median is reported")
+
+
+def check_workload(args: argparse.Namespace, context_length: int | None = None) -> None:
+    """Refuse numbers that no workload can have, and with `context_length` lengths that pass it.
+
+    Raises ConfigError.
+    """
+    for name in ("num_prompts", "random_input_len", "random_output_len"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if args.num_prompts > _MOST_PROMPTS:
+        raise ConfigError(f"--num-prompts must be at most {_MOST_PROMPTS}, got {args.num_prompts}")
+    if not 0 <= args.random_range_ratio <= 1:
+        raise ConfigError(f"--random-range-ratio must be in [0, 1], got {args.random_range_ratio}")
+    if args.seed < 0:
+        raise ConfigError(f"--seed must not be negative, got {args.seed}")
+    output_len = args.random_output_len or 1
+    if context_length is not None and args.random_input_len + output_len > context_length:
+        raise ConfigError(
+            f"--random-input-len {args.random_input_len} and an output of {output_len} tokens pass the "
+            f"context of {context_length}: lower one of them, or raise --context-length"
+        )
+
+
+def load(args: argparse.Namespace) -> LLM:
+    """The model of a command line, without a tokenizer; what was settled and why goes to standard error."""
+    from phalanx.runtime.llm import LLM, model_options
+    from phalanx.runtime.process import start_up_log
+
+    with start_up_log():
+        return LLM(args.model, skip_tokenizer_init=True, progress=sys.stderr.isatty(), **model_options(args))
 
 
 def draw_workload(
@@ -66,19 +103,17 @@ def measure(llm: Any, prompts: list[np.ndarray], output_lens: list[int], *, prog
 
 def run(args: argparse.Namespace) -> int:
     """Run the workload and print a table, then one JSON line."""
-    for name in ("num_prompts", "random_input_len", "random_output_len", "repeats"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if not 0 <= args.random_range_ratio <= 1:
-        raise ConfigError(f"--random-range-ratio must be in [0, 1], got {args.random_range_ratio}")
+    check_workload(args)
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats must be at least 1, got {args.repeats}")
     from rich.console import Console
     from rich.table import Table
 
-    from phalanx.runtime.llm import LLM, model_options
     from phalanx.runtime.step_times import difference, summary_ms
 
     show = sys.stderr.isatty()
-    llm = LLM(args.model, skip_tokenizer_init=True, progress=show, **model_options(args))
+    llm = load(args)
+    check_workload(args, llm.settings.scheduler.context_length)
     prompts, output_lens = draw_workload(
         args.num_prompts,
         args.random_input_len,

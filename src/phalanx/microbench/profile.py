@@ -22,7 +22,7 @@ import numpy as np
 from phalanx.config.cli import add_model_arguments
 from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.microbench.offline import draw_workload
+from phalanx.microbench.offline import check_workload, draw_workload, load
 
 _CUT = 3  # steps at the ends of a trace that may not be whole
 
@@ -52,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trace the steps and print a table, then one JSON line."""
     path = _check(args)
-    from phalanx.runtime.llm import LLM, model_options
-
-    llm = LLM(args.model, skip_tokenizer_init=True, progress=sys.stderr.isatty(), **model_options(args))
+    llm = load(args)
     if llm.settings.engine.device == "null":
         raise ConfigError("--device null runs no model: there is nothing to profile (see bench host)")
     was_enabled = gc.isenabled()
@@ -74,19 +72,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> Path:
-    for name in ("steps", "num_prompts", "random_input_len", "random_output_len"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_workload(args)
+    if args.steps < 1:
+        raise ConfigError(f"--steps must be at least 1, got {args.steps}")
     if args.warm_up_steps < 0:
         raise ConfigError(f"--warm-up-steps must not be negative, got {args.warm_up_steps}")
-    if not 0 <= args.random_range_ratio <= 1:
-        raise ConfigError(f"--random-range-ratio must be in [0, 1], got {args.random_range_ratio}")
     path = Path(args.output)
     if not path.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"--output must end in .json or .json.gz, got {path}")
     if not path.parent.is_dir():
         raise ConfigError(f"--output {path}: there is no such folder")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()  # the profiler would say nothing, or put its file in an empty folder's place
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
     return path
 
 
@@ -98,6 +100,7 @@ def start_requests(llm: Any, args: argparse.Namespace) -> int:
     Raises ConfigError if they cannot all decode at once, or would reach the context's end.
     """
     settings, worker = llm.settings, llm._worker
+    check_workload(args, settings.scheduler.context_length)
     ratio, vocab_size = args.random_range_ratio, settings.model.vocab_size
     prompts, output_lens = draw_workload(
         args.num_prompts, args.random_input_len, args.random_output_len or 1, ratio, vocab_size, args.seed
@@ -153,16 +156,13 @@ def profile_steps(llm: Any, args: argparse.Namespace, path: Path) -> dict[str, A
     from phalanx.microbench.step_trace import breakdown, host_busy_ms, read_trace
 
     worker, settings = llm._worker, llm.settings
-    for _ in range(args.warm_up_steps):
-        worker.step()
+    mixed = args.random_output_len is not None
+    _run_steps(worker, args.warm_up_steps, mixed=mixed)
     start = time.perf_counter()
-    for _ in range(args.steps):
-        worker.step()
+    _run_steps(worker, args.steps, mixed=mixed)
     untraced_ms = (time.perf_counter() - start) / args.steps * 1e3
     with named_ranges(worker):
-        _trace(worker, args.steps + _CUT, settings.engine.device == "cuda", path)
-    if args.random_output_len is not None and not worker.scheduler.num_queued:
-        raise ConfigError("no prompt was waiting any more at the end: raise --num-prompts")
+        _trace(worker, args.steps + _CUT, settings.engine.device == "cuda", path, mixed=mixed)
     found = breakdown(*read_trace(path))
     return {
         "model": args.model,
@@ -185,7 +185,15 @@ def profile_steps(llm: Any, args: argparse.Namespace, path: Path) -> dict[str, A
     }
 
 
-def _trace(worker: Any, num_steps: int, on_cuda: bool, path: Path) -> None:
+def _run_steps(worker: Any, num_steps: int, *, mixed: bool) -> None:
+    """mixed: raise ConfigError once no prompt waits any more."""
+    for _ in range(num_steps):
+        worker.step()
+        if mixed and not worker.scheduler.num_queued:
+            raise ConfigError("no prompt was waiting any more: raise --num-prompts")
+
+
+def _trace(worker: Any, num_steps: int, on_cuda: bool, path: Path, *, mixed: bool) -> None:
     import torch
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
@@ -194,8 +202,7 @@ def _trace(worker: Any, num_steps: int, on_cuda: bool, path: Path) -> None:
     # A CPU engine runs steps on a thread of its own, which a profiler does not see unless asked to.
     config = _ExperimentalConfig(profile_all_threads=not on_cuda)
     with profile(activities=activities, experimental_config=config, acc_events=True) as prof:
-        for _ in range(num_steps):
-            worker.step()
+        _run_steps(worker, num_steps, mixed=mixed)
         if on_cuda:
             torch.cuda.synchronize()
     prof.export_chrome_trace(str(path))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from phalanx.config.cli import add_model_arguments
-from phalanx.core.errors import RequestError
+from phalanx.core.errors import ConfigError, RequestError
 from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.settle import Settler
@@ -28,15 +29,37 @@ Prompt = str | Sequence[int]
 
 
 def _arguments(model: str, options: dict[str, Any]) -> argparse.Namespace:
-    """The command line's defaults with `options` laid over them; unknown names raise TypeError."""
+    """The command line's defaults with `options` laid over them.
+
+    Raises TypeError for unknown names, ConfigError for what the flag would not take.
+    """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_model_arguments(parser)
-    args = parser.parse_args(["--model", model])
+    args = parser.parse_args([f"--model={model}"])
+    flags = {flag.dest: flag for flag in parser._actions if hasattr(args, flag.dest)}
     for name, value in options.items():
-        if not hasattr(args, name):
+        if name not in flags:
             raise TypeError(f"LLM() got an unexpected option {name!r}")
-        setattr(args, name, value)
+        setattr(args, name, _checked(flags[name], value))
     return args
+
+
+def _checked(flag: argparse.Action, value: Any) -> Any:
+    """An option's value as its flag would give it; None stands for the default where that is None."""
+    if value is None and flag.default is None:
+        return None
+    if hasattr(value, "dtype") and hasattr(value, "item"):  # a NumPy scalar
+        value = value.item()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(flag.type, (str,))  # type: ignore[call-overload]
+    if flag.nargs == 0:
+        kinds = (bool,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
+        raise ConfigError(f"{flag.dest} must be of type {kinds[-1].__name__}, got {value!r}")
+    if flag.choices is not None and value not in flag.choices:
+        raise ConfigError(f"{flag.dest} must be one of {', '.join(flag.choices)}, got {value!r}")
+    return value
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,9 +85,14 @@ class LLM:
     """
 
     def __init__(
-        self, model: str, *, skip_tokenizer_init: bool = False, progress: bool = True, **options: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        skip_tokenizer_init: bool = False,
+        progress: bool = True,
+        **options: Any,
     ) -> None:
-        self.settings = settle_settings(_arguments(model, options))
+        self.settings = settle_settings(_arguments(os.fspath(model), options))
         for line in self.settings.choices:
             logger.info("%s", line)
         self.tokenizer: Tokenizer | None = None

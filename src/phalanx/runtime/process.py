@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILES = 2**20
@@ -81,3 +82,17 @@ def setup_logging(level: str, name: str) -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+@contextlib.contextmanager
+def start_up_log() -> Iterator[None]:
+    """Inside, this package's log goes to stderr, the bare lines: for commands without a log of their own."""
+    ours, handler = logging.getLogger("phalanx"), logging.StreamHandler(sys.stderr)
+    level = ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(level)
