@@ -34,7 +34,13 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     tokenizer = load_tokenizer(str(folder), vocab_size=VOCAB_SIZE, chat_template=None)
     worker = build_api_worker(make_settings(folder), 0, channel.workers[0], tokenizer)
     config = uvicorn.Config(
-        Application(worker), http=HttpProtocol, ws="none", lifespan="on", log_config=None, access_log=False
+        Application(worker),
+        http=HttpProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=3600,  # a collection of a large heap on a slow machine lasts
     )
     server = DrainingServer(config, worker)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -84,7 +90,9 @@ def test_requests_leave_no_cycles(port: int, path: str, fields: dict[str, object
             sock.sendall(raw)
             answer = b""
             while not answer.endswith(end):
-                answer += sock.recv(65536)
+                part = sock.recv(65536)
+                assert part, f"the connection was closed after {answer!r}"
+                answer += part
             assert answer.startswith(b"HTTP/1.1 200"), answer
 
         for _ in range(3):  # what is made once

@@ -125,7 +125,9 @@ def _leave(server: Server, stream: bool, wait_for_bytes: int) -> None:
         sock.sendall(head.encode() + b"\r\n\r\n" + body)
         got = 0
         while got < wait_for_bytes:
-            got += len(sock.recv(65536))
+            part = sock.recv(65536)
+            assert part, "the connection was closed"
+            got += len(part)
 
 
 def test_clients_that_leave_free_their_pages(server: Server) -> None:

@@ -49,7 +49,9 @@ async def talk(*parts: bytes, pause: Callable[[], None] = lambda: None, reads: i
             super().connection_lost(exc)
             gone.set()
 
-    config = uvicorn.Config(echo, http=LimitedProtocol, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        echo, http=LimitedProtocol, lifespan="off", log_config=None, timeout_keep_alive=3600
+    )
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
