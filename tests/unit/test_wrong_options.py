@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from phalanx.cli import main
+from phalanx.config.hardware import Hardware
 from phalanx.core.errors import ConfigError
 from phalanx.engine import build
 from phalanx.runtime.llm import LLM
+from tests.unit.test_config import GPU, HARDWARE, settle
 
 MODEL = "--model tiny-llama --load-format dummy --device cpu --num-threads 1 --dtype float32 --random-seed 0"
 OFFLINE = f"bench offline {MODEL} --context-length 256 --num-prompts 4"
@@ -83,6 +85,20 @@ def test_what_was_settled_goes_to_standard_error(capsys: pytest.CaptureFixture[s
     for start in ("attention_backend = ", "page_size = 16 (", "KV pool: "):
         assert sum(line.startswith(start) for line in lines) == 1
     assert not logging.getLogger("phalanx").handlers
+
+
+@pytest.mark.parametrize(
+    ("flags", "hardware", "line"),
+    [
+        ("--attention-backend torch_native", GPU, "no CUDA graphs: torch_native reads lengths on the host"),
+        ("--chunked-prefill-size 900 --max-prefill-tokens 800", HARDWARE, "chunked_prefill_size = 800 ("),
+        ("--max-prefill-tokens 100", HARDWARE, "chunked_prefill_size = 100 (--max-prefill-tokens"),
+    ],
+)
+def test_what_one_setting_makes_of_another_is_said(flags: str, hardware: Hardware, line: str) -> None:
+    found = settle(f"--model m {flags}", hardware=hardware)
+    assert sum(choice.startswith(line) for choice in found.choices) == 1
+    assert found.scheduler.chunked_prefill_size <= found.scheduler.max_prefill_tokens
 
 
 @pytest.mark.parametrize(

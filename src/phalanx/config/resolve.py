@@ -124,6 +124,9 @@ def _scheduler(
         raise ConfigError(f"--chunked-prefill-size must be -1 (off) or at least 1, got {chunk}")
     if args.max_prefill_tokens < 1:
         raise ConfigError(f"--max-prefill-tokens must be at least 1, got {args.max_prefill_tokens}")
+    if chunk > args.max_prefill_tokens:
+        log(f"chunked_prefill_size = {args.max_prefill_tokens} (--max-prefill-tokens; {chunk} would be more)")
+        chunk = args.max_prefill_tokens
     if args.max_queued_requests is not None and args.max_queued_requests < 1:
         raise ConfigError(f"--max-queued-requests must be at least 1, got {args.max_queued_requests}")
     return SchedulerConfig(

@@ -160,8 +160,10 @@ def settle_graphs(
                 f"--cuda-graph-max-bs {wanted} is not possible: there are no CUDA graphs on {engine.device} "
                 f"with {'--disable-cuda-graph' if args.disable_cuda_graph else engine.attention_backend}"
             )
-        if args.disable_cuda_graph and engine.device != "cuda":
+        if engine.device != "cuda" and args.disable_cuda_graph:
             log(f"--disable-cuda-graph: so already on {engine.device}")
+        elif engine.device == "cuda" and not args.disable_cuda_graph:
+            log(f"no CUDA graphs: {engine.attention_backend} reads lengths on the host, so steps run eagerly")
         return engine
     if wanted is None:
         wanted = min(running, _MAX_GRAPH_ROWS)
