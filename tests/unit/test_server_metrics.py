@@ -16,7 +16,7 @@ from phalanx.core.step import StepOutputs
 from phalanx.server import latencies as latencies_module
 from phalanx.server.housekeeping import LAG_BOUNDS_S, Histogram
 from phalanx.server.latencies import Latencies
-from phalanx.server.metrics import _idle_s, _pairs
+from phalanx.server.metrics import _pairs
 from phalanx.server.prometheus import MetricsText
 from phalanx.server.worker_metrics import CAUSES, ENDS, LATENCIES, WorkerMetrics, metrics_path, read
 
@@ -251,18 +251,6 @@ def test_every_second_bound_keeps_all_counts(num_bounds: int) -> None:
     told = np.cumsum(_pairs(buckets))
     kept = np.cumsum(buckets)
     assert told.tolist() == [*kept[:num_bounds:2].tolist(), kept[-1]]
-
-
-def test_idle_time_is_the_hosts_unless_it_ran_ahead() -> None:
-    bounds = [1e-5, 1e-4, 1.0]
-    host = {
-        "between_steps": {"sum_s": 8.0},
-        "wait": {"count": 4, "buckets": [1, 0, 3, 0]},
-    }
-    assert _idle_s(bounds, host, overlaps=False) == 8.0
-    assert _idle_s(bounds, host, overlaps=True) == 2.0  # one turn of four found its result there
-    host["wait"] = {"count": 0, "buckets": [0, 0, 0, 0]}
-    assert _idle_s(bounds, host, overlaps=True) == 0.0
 
 
 def test_names_are_sglangs() -> None:

@@ -125,7 +125,22 @@ def test_the_phases_of_the_run_ahead_loop(monkeypatch: pytest.MonkeyPatch) -> No
         "apply": (3, 6),
         "send": (3, 9),
         "between_steps": (2, 30),  # 115 ms a turn, of which 100 are waits
+        "idle": (0, 0),
     }
+
+
+def test_the_device_is_idle_where_its_result_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum is a counter: it never falls, whatever share of the turns waits."""
+    clock, timer = Clock(monkeypatch), StepTimer(run_ahead=True)
+    told = []
+    for wait in (100, 0, 0.05, 0.06, 100, 0, 100, 100):
+        turn(clock, timer, num_decode=7, wait=wait)
+        told.append(seconds(timer)["idle"])
+    assert told == [(n, 15 * n) for n in (0, 0, 1, 2, 2, 2, 3, 3)]
+    clock, timer = Clock(monkeypatch), StepTimer(run_ahead=False)
+    for _ in range(3):
+        turn(clock, timer, num_decode=7, wait=100)
+    assert seconds(timer)["idle"] == seconds(timer)["between_steps"] == (2, 30)
 
 
 def test_the_serial_loop_counts_from_a_result_to_the_next_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

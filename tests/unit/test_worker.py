@@ -113,6 +113,8 @@ def test_stats_tell_the_host_time_of_every_step(overlap: bool) -> None:
     stats = worker.stats()
     host_time = stats["host_time"]
     counts = {phase: host_time[phase]["count"] for phase in host_time if phase != "bounds_s"}
+    num_idle = counts.pop("idle")
+    assert num_idle <= 4 if overlap else num_idle == 4
     assert counts == {
         "plan": 6,
         "launch": 6,
@@ -123,5 +125,5 @@ def test_stats_tell_the_host_time_of_every_step(overlap: bool) -> None:
         "between_steps": 4,  # between the five steps that decode
     }
     assert stats["kv_indices_backend"] is None
-    assert 0 < stats["host_time_between_steps_ms"]["mean"] < 1000
+    assert stats["host_time_between_steps_ms"]["mean"] > 0
     assert stats["num_steps"] == 6

@@ -14,6 +14,8 @@ from typing import Any
 from phalanx.core.histogram import BOUNDS_S, Histogram, mean_s, quantile_s
 from phalanx.engine.launch_times import LaunchTimes
 
+_READY_NS = 50_000  # a result that the host waited for no longer than this had been there
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -29,6 +31,8 @@ class StepTimes:
         between_steps: between two steps with decode rows. Serial: from the moment a step's result was read
             until the next step's inputs were queued; the device has nothing to do then. Run-ahead: one turn
             of the loop without its waits, which costs the device nothing while it is below a step's own time.
+        idle: of these, those in which the device may have had nothing to do. Serial: all. Run-ahead: turns
+            that waited for nothing, since the result was there.
     """
 
     plan: Histogram = field(default_factory=Histogram)
@@ -38,6 +42,7 @@ class StepTimes:
     apply: Histogram = field(default_factory=Histogram)
     send: Histogram = field(default_factory=Histogram)
     between_steps: Histogram = field(default_factory=Histogram)
+    idle: Histogram = field(default_factory=Histogram)
 
     def snapshot(self) -> dict[str, Any]:
         """{"bounds_s": [...], "<phase>": `Histogram.snapshot`, ...}: since the start, ready for JSON."""
@@ -60,6 +65,7 @@ class StepTimer:
         self._mark = 0  # when the phase in progress began
         self._began = 0  # this turn of the loop
         self._waited = 0  # in this turn
+        self._last_wait = 0  # in the turn before
         self._last_turn = 0  # the turn before, without its waits: from its begin to this one's
         self._read_at = 0  # when the last result was read
         self._decodes = False  # whether the last step launched has decode rows
@@ -68,7 +74,7 @@ class StepTimer:
     def begin(self) -> None:
         """A turn of the loop begins."""
         now = time.perf_counter_ns()
-        self._last_turn = now - self._began - self._waited
+        self._last_turn, self._last_wait = now - self._began - self._waited, self._waited
         self._mark = self._began = now
         self._waited = 0
 
@@ -88,7 +94,10 @@ class StepTimer:
                 self.times.kv_indices.add(inside.indices_ns)
         self.times.launch.add(now - self._mark - self._waited)
         if num_decode and self._decodes:
-            self.times.between_steps.add(self._last_turn if self._run_ahead else prepared_at - self._read_at)
+            between = self._last_turn if self._run_ahead else prepared_at - self._read_at
+            self.times.between_steps.add(between)
+            if not self._run_ahead or self._last_wait <= _READY_NS:
+                self.times.idle.add(between)
         self._decodes = num_decode > 0
         self._mark = now
 

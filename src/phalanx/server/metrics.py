@@ -25,7 +25,6 @@ from phalanx.server.worker_metrics import (
 )
 
 _ENGINE_WAIT_S = 5.0  # a step may last longer; Prometheus itself waits ten seconds
-_READY_S = 5e-5  # a result that the host waited for no longer than this had been there
 _HOST_PHASES = ("plan", "launch", "kv_indices", "wait", "apply", "send")
 _LATENCY_TEXTS = (
     "From a request's arrival until its first token is taken up to be sent.",
@@ -47,7 +46,7 @@ async def metrics_text(worker: ApiWorker) -> str:
     text.gauge("phalanx:engine_up", "1 if the engine has answered for this page.", int(stats is not None))
     if stats is not None:
         _add_engine(text, stats, settings.scheduler.max_running_requests)
-        _add_times(text, stats, overlaps=settings.engine.overlap)
+        _add_times(text, stats)
     figures = _worker_figures(worker.run_dir, worker, settings.server.api_workers)
     _add_workers(text, figures)
     _add_cpu(text, figures, (stats or {}).get("cpu_seconds_total"))
@@ -113,7 +112,7 @@ def _add_engine(text: MetricsText, stats: Mapping[str, Any], max_running_request
     )
 
 
-def _add_times(text: MetricsText, stats: Mapping[str, Any], *, overlaps: bool) -> None:
+def _add_times(text: MetricsText, stats: Mapping[str, Any]) -> None:
     """Histograms that the engine keeps; one that it does not tell is left out."""
     step, queue, host = stats.get("step_time"), stats.get("queue_time"), stats.get("host_time")
     if queue is not None:
@@ -141,17 +140,8 @@ def _add_times(text: MetricsText, stats: Mapping[str, Any], *, overlaps: bool) -
     text.counter(
         "phalanx:gpu_idle_seconds_total",
         "Estimate, from above, of the time in which the device had work to come and nothing to do.",
-        _idle_s(bounds, host, overlaps=overlaps),
+        host["idle"]["sum_s"],
     )
-
-
-def _idle_s(bounds: Sequence[float], host: Mapping[str, Any], *, overlaps: bool) -> float:
-    """Serial: host time between steps. Run-ahead: that of the turns in which the host waited for nothing."""
-    between, wait = host["between_steps"], host["wait"]
-    if not overlaps:
-        return float(between["sum_s"])
-    num_ready = sum(n for bound, n in zip(bounds, wait["buckets"], strict=False) if bound <= _READY_S)
-    return float(between["sum_s"]) * num_ready / max(wait["count"], 1)
 
 
 def _add_histogram(text: MetricsText, name: str, what: str, histogram: Mapping[str, Any]) -> None:
