@@ -25,6 +25,7 @@ import torch
 from common import DecodeRows, add, device_facts, median_us, read
 
 from phalanx.kernels import DecodeConfig, longest_first
+from phalanx.kernels.decode_attention import default_config
 
 # Rows, tokens of each on average.
 SHAPES = (
@@ -166,7 +167,7 @@ def line(record: dict[str, Any]) -> str:
     timed = sorted((us, name) for name, us in record["us"].items() if us is not None)
     shown = timed
     if record["part"] == "configs":
-        in_use = label(DecodeConfig(16, 1, 3))
+        in_use = label(default_config(HEADS[2]))
         shown = timed[:5] + [pair for pair in timed if pair[1] == in_use]
     cells = ", ".join(f"{name} {us:.1f} ({us / floor:.2f})" for us, name in shown)
     more = f"; longest_first alone {record['longest_first_us']:.1f}" if "longest_first_us" in record else ""

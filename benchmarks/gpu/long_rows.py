@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DecodeRows, add, device_facts, median_us, read
+from common import DecodeRows, add, device_facts, dummy_llm, median_us, read
 
 from phalanx.kernels import find_long_rows
 
@@ -92,13 +92,8 @@ def time_cut(batch: DecodeRows, cut: tuple[int, int] | None, repeats: int) -> fl
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
-    from phalanx.runtime.llm import LLM
-
-    llm = LLM(
+    llm = dummy_llm(
         "qwen3-0.6b",
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        progress=False,
         context_length=40960,
         max_running_requests=args.rows,
         attention_backend="triton",

@@ -435,6 +435,18 @@ def run_worker(
     return tokens, ends
 
 
+def assert_own_ends(
+    requests: list[EngineRequest], tokens: dict[int, list[int]], ends: dict[int, int]
+) -> None:
+    """Each of `requests_of` ended at its stop token or its limit."""
+    for request in requests:
+        found = tokens[request.stream_id]
+        if ends[request.stream_id] == Finish.STOP:
+            assert found[-1] == 7 and 7 not in found[:-1]
+        else:
+            assert ends[request.stream_id] == Finish.LENGTH and len(found) == request.max_new_tokens
+
+
 def same_share(one: dict[int, list[int]], other: dict[int, list[int]]) -> float:
     return float(np.mean([one[stream] == other[stream] for stream in one]))
 
@@ -485,12 +497,7 @@ def test_many_requests_through_a_small_pool(models, page_size: int, dtype: str) 
     chosen = settings(CONFIG, dtype=dtype, rows=100, page_size=page_size, chunk=128)
     requests = requests_of(2000 if HAS_CUDA else 300, seed=3, max_new=20)
     tokens, ends = run_worker(chosen, model, requests, num_pages=1200 // page_size + 1)
-    for request in requests:
-        found = tokens[request.stream_id]
-        if ends[request.stream_id] == Finish.STOP:
-            assert found[-1] == 7 and 7 not in found[:-1]
-        else:
-            assert ends[request.stream_id] == Finish.LENGTH and len(found) == request.max_new_tokens
+    assert_own_ends(requests, tokens, ends)
 
 
 def test_a_step_that_cannot_be_launched_harms_no_other(models) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.core.step import Finish
 from phalanx.engine.buckets import bucket_of
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.worker import Worker
@@ -23,6 +22,7 @@ from phalanx.scheduler.scheduler import Scheduler
 from tests.models.test_cuda_engine import (
     CONFIG,
     KINDS,
+    assert_own_ends,
     dummy_decoder,
     make_engine,
     requests_of,
@@ -121,12 +121,7 @@ def test_10000_requests_through_a_small_pool(models, page_size: int) -> None:
     requests = requests_of(10_000, seed=5, max_new=20)
     tokens, ends = run_worker(chosen, models["bfloat16"], requests, num_pages=4000 // page_size + 1)
     assert len(ends) == 10_000
-    for request in requests:
-        found = tokens[request.stream_id]
-        if ends[request.stream_id] == Finish.STOP:
-            assert found[-1] == 7 and 7 not in found[:-1]
-        else:
-            assert ends[request.stream_id] == Finish.LENGTH and len(found) == request.max_new_tokens
+    assert_own_ends(requests, tokens, ends)
 
 
 class Counted:

@@ -25,6 +25,11 @@ class ModelError(PhalanxError):
 class EngineError(PhalanxError):
     """The engine failed in a step."""
 
+    @classmethod
+    def of_step(cls, step_id: int, error: Exception) -> EngineError:
+        """What `error` means to the requests of this step."""
+        return cls(f"step {step_id} failed: {type(error).__name__}: {error or 'no message'}")
+
 
 class RequestError(PhalanxError):
     """One request cannot be served as asked.

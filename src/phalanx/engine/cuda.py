@@ -104,17 +104,15 @@ class CudaEngine:
         progress: draw a bar on standard error.
         """
         title = "capturing steps" if self._max_graph_rows else "warming up"
-        sizes = [*self._buckets[::-1], *self._wanted_shapes, *prompt_sizes(self._most_prompt_tokens)[::-1]]
+        steps = [functools.partial(self._capture_decode, bucket) for bucket in self._buckets[::-1]]
+        steps += [functools.partial(self._capture_mixed, shape) for shape in self._wanted_shapes]
+        sizes = prompt_sizes(self._most_prompt_tokens)
+        steps += [functools.partial(self._try_prompts, size) for size in sizes[::-1]]
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for length in _CHUNK_LENGTHS:
                 self._run_prompts(length)
-            for n, size in enumerate(with_bar(sizes, title, progress)):
-                if isinstance(size, MixedShape):
-                    self._capture_mixed(size)
-                elif n < len(self._buckets):
-                    self._capture_decode(size)
-                else:
-                    self._try_prompts(size)
+            for step in with_bar(steps, title, progress):
+                step()
         pin_buffers(self._most_prompt_tokens)
         torch.cuda.synchronize(self._device)
         self._batches.clock.take()  # of no step

@@ -51,9 +51,7 @@ class StepHandle:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(
-                f"step {self.step_id} failed: {type(error).__name__}: {error or 'no message'}"
-            ) from error
+            raise EngineError.of_step(self.step_id, error) from error
 
 
 class Engine:

@@ -73,7 +73,7 @@ class CudaHandle:
             except torch.AcceleratorError:
                 raise
             except Exception as error:
-                raise _step_error(self.step_id, error) from error
+                raise EngineError.of_step(self.step_id, error) from error
         return StepResult(
             step_id=self.step_id,
             tokens=tokens,
@@ -96,8 +96,4 @@ class FailedHandle:
         """Raise EngineError with the cause."""
         if isinstance(self._error, EngineError):
             raise self._error
-        raise _step_error(self.step_id, self._error) from self._error
-
-
-def _step_error(step_id: int, error: Exception) -> EngineError:
-    return EngineError(f"step {step_id} failed: {type(error).__name__}: {error or 'no message'}")
+        raise EngineError.of_step(self.step_id, self._error) from self._error
