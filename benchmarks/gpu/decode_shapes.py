@@ -1,8 +1,9 @@
 """Decode attention of one layer over batches from many short rows to few long ones.
 
 usage: python benchmarks/gpu/decode_shapes.py OUTPUT_FOLDER [--parts backends,configs] [--repeats 9]
+           [--model llama-3-8b] [--shapes 4096x84,...]
 
-backends: what the engine's attention backends take, llama-3-8b's heads, bf16, page sizes 1 and 16, as a
+backends: what the engine's attention backends take with the model's heads, bf16, page sizes 1 and 16, as a
 captured step runs them. configs: the Triton kernel in many configurations, rows as they come and longest
 first, page size 16. Both beside the time to read that K and V at 4.3 TB/s. Lengths are uniform from 1 to
 twice the mean. Every result is checked against the first one. Numbers are added to
@@ -26,6 +27,7 @@ from common import DecodeRows, add, device_facts, median_us, read
 
 from phalanx.kernels import DecodeConfig, longest_first
 from phalanx.kernels.decode_attention import default_config
+from phalanx.models.dummy import BUILTIN_CONFIGS
 
 # Rows, tokens of each on average.
 SHAPES = (
@@ -33,15 +35,13 @@ SHAPES = (
     (280, 84), (280, 1024), (280, 2600), (128, 84), (128, 2048), (64, 4096), (32, 2048), (8, 2048),
 )  # fmt: skip
 TINY_SHAPES = ((3, 20), (2, 40))
-HEADS = (32, 8, 128)  # of llama-3-8b: queries, KV, head_dim
 CONFIGS = (
     *(DecodeConfig(16, 1, stages) for stages in (3, 5)),
-    *(DecodeConfig(32, warps, stages) for warps, stages in ((1, 3), (2, 3), (2, 5))),
-    *(DecodeConfig(16, 1, stages, ahead=True) for stages in (1, 2, 3, 4, 5)),
-    *(DecodeConfig(32, 1, stages, ahead=True) for stages in (2, 3)),
-    *(DecodeConfig(32, 2, stages, ahead=True) for stages in (1, 2, 3, 4)),
-    *(DecodeConfig(64, 4, stages, ahead=True) for stages in (1, 2, 3)),
-    *(DecodeConfig(16, 2, stages, ahead=True) for stages in (3, 4)),
+    *(DecodeConfig(32, warps, stages) for warps, stages in ((1, 3), (2, 5))),
+    *(DecodeConfig(64, 4, stages) for stages in (3, 5)),
+    *(DecodeConfig(tokens, 1, 2, ahead=True) for tokens in (16, 32)),
+    *(DecodeConfig(tokens, 2, 2, ahead=True) for tokens in (32, 64)),
+    *(DecodeConfig(tokens, 4, 2, ahead=True) for tokens in (64, 128)),
 )
 WARM_UP_PROCESSES = 8
 CALLS = 8  # in a graph
@@ -52,35 +52,50 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parts", default="backends,configs")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--model", default="llama-3-8b", choices=sorted(BUILTIN_CONFIGS))
+    parser.add_argument("--shapes", help="some of the shapes, as 4096x84,280x2600; default: all")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile is not None:
-        compile_configs(args.compile)
+        compile_configs(heads_of(args.model), args.compile)
         return 0
     args.folder.mkdir(parents=True, exist_ok=True)
     results = args.folder / "decode_shapes.jsonl"
     if "configs" in args.parts and torch.cuda.is_available():
-        command = [sys.executable, __file__, str(args.folder), "--compile"]
+        command = [sys.executable, __file__, str(args.folder), "--model", args.model, "--compile"]
         for process in [subprocess.Popen([*command, str(n)]) for n in range(WARM_UP_PROCESSES)]:
             process.wait()
     for part in args.parts.split(","):
         for shape in SHAPES if torch.cuda.is_available() else TINY_SHAPES:
             name = f"{shape[0]}x{shape[1]}"
-            if (part, name) not in {(record["part"], record["shape"]) for record in read(results)}:
-                run = {"backends": time_backends, "configs": time_configs}[part]
-                record = {"part": part, "shape": name, **device_facts(), **run(*shape, args.repeats)}
-                add(results, record)
-                print(line(record), flush=True)
+            key = (part, args.model, name)
+            if (args.shapes and name not in args.shapes.split(",")) or key in done(results):
+                continue
+            run = {"backends": time_backends, "configs": time_configs}[part]
+            record = dict(zip(("part", "model", "shape"), key, strict=True))
+            record |= device_facts() | run(args.model, *shape, args.repeats)
+            add(results, record)
+            print(line(record), flush=True)
     print_table(read(results))
     return 0
+
+
+def done(results: Path) -> set[tuple[str, str, str]]:
+    return {(record["part"], record["model"], record["shape"]) for record in read(results)}
+
+
+def heads_of(model: str) -> tuple[int, int, int]:
+    """Query heads, KV heads, head_dim."""
+    config = BUILTIN_CONFIGS[model]
+    return config.num_q_heads, config.num_kv_heads, config.head_dim
 
 
 def lengths(num_rows: int, mean: int) -> np.ndarray:
     return np.random.default_rng(3).integers(1, 2 * mean, num_rows)
 
 
-def time_configs(num_rows: int, mean: int, repeats: int) -> dict[str, Any]:
-    rows = DecodeRows(lengths(num_rows, mean), *HEADS, page_size=16)
+def time_configs(model: str, num_rows: int, mean: int, repeats: int) -> dict[str, Any]:
+    rows = DecodeRows(lengths(num_rows, mean), *heads_of(model), page_size=16)
     want, found = rows.attend().clone(), {}
     order = longest_first(rows.lens, backend="triton")
     for config in CONFIGS:
@@ -111,17 +126,16 @@ def checked(call: Callable[[], Any], out: torch.Tensor, want: torch.Tensor, repe
         return None
 
 
-def time_backends(num_rows: int, mean: int, repeats: int) -> dict[str, Any]:
+def time_backends(model: str, num_rows: int, mean: int, repeats: int) -> dict[str, Any]:
     from phalanx.attention.base import DecodePart, ForwardBatch
     from phalanx.attention.registry import create_attention
     from phalanx.kernels import create_kv_indices
     from phalanx.kvcache.pool import KVPool
-    from phalanx.models.dummy import BUILTIN_CONFIGS
 
-    config = msgspec.structs.replace(BUILTIN_CONFIGS["llama-3-8b"], num_layers=1)
+    config = msgspec.structs.replace(BUILTIN_CONFIGS[model], num_layers=1)
     found: dict[str, float | None] = {}
     for page_size in (1, 16):
-        rows = DecodeRows(lengths(num_rows, mean), *HEADS, page_size)
+        rows = DecodeRows(lengths(num_rows, mean), *heads_of(model), page_size)
         pool = KVPool(config, num_pages=1, page_size=page_size, dtype=torch.bfloat16, device=rows.q.device)
         pool.num_pages, pool.k, pool.v = rows.num_pages, [rows.k], [rows.v]
         indptr, indices = create_kv_indices(rows.table, rows.rows, rows.lens, page_size=page_size)
@@ -146,10 +160,10 @@ def time_backends(num_rows: int, mean: int, repeats: int) -> dict[str, Any]:
     return {"floor_us": floor_us, "us": found}
 
 
-def compile_configs(part: int) -> None:
+def compile_configs(heads: tuple[int, int, int], part: int) -> None:
     """Every so-many-th configuration once, so that the processes compile side by side into Triton's cache."""
     for num_rows, mean in ((2, 40), (1030, 10)):  # rows shared between programs, and not
-        rows = DecodeRows(np.full(num_rows, 2 * mean), *HEADS, page_size=16)
+        rows = DecodeRows(np.full(num_rows, 2 * mean), *heads, page_size=16)
         rows.table = torch.nn.functional.pad(rows.table, (0, 4096))
         order = longest_first(rows.lens)
         for config in CONFIGS[part::WARM_UP_PROCESSES]:
@@ -167,24 +181,26 @@ def line(record: dict[str, Any]) -> str:
     timed = sorted((us, name) for name, us in record["us"].items() if us is not None)
     shown = timed
     if record["part"] == "configs":
-        in_use = label(default_config(HEADS[2]))
-        shown = timed[:5] + [pair for pair in timed if pair[1] == in_use]
+        _, num_kv, dim = heads_of(record["model"])
+        config = default_config(int(record["shape"].split("x")[0]) * num_kv, dim, 2)
+        shown = timed[:5] + [pair for pair in timed if pair[1] == label(config) + " longest first"]
     cells = ", ".join(f"{name} {us:.1f} ({us / floor:.2f})" for us, name in shown)
     more = f"; longest_first alone {record['longest_first_us']:.1f}" if "longest_first_us" in record else ""
-    return f"{record['part']} {record['shape']}: floor {floor:.1f} us; {cells}{more}"
+    return f"{record['part']} {record['model']} {record['shape']}: floor {floor:.1f} us; {cells}{more}"
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
     for record in records:
         print(line(record))
-    configs = [record for record in records if record["part"] == "configs"]
-    if not configs:
-        return
-    print("\nconfigurations, times over the floor")
-    print(f"{'':<26}", *(f"{record['shape']:>9}" for record in configs))
-    for name in configs[0]["us"]:
-        cells = [(record["us"].get(name) or float("nan")) / record["floor_us"] for record in configs]
-        print(f"{name:<26}", *(f"{cell:9.2f}" for cell in cells))
+    for model in dict.fromkeys(record["model"] for record in records):
+        configs = [record for record in records if (record["part"], record["model"]) == ("configs", model)]
+        if not configs:
+            continue
+        print(f"\n{model}: configurations, times over the floor")
+        print(f"{'':<30}", *(f"{record['shape']:>9}" for record in configs))
+        for name in configs[0]["us"]:
+            cells = [(record["us"].get(name) or float("nan")) / record["floor_us"] for record in configs]
+            print(f"{name:<30}", *(f"{cell:9.2f}" for cell in cells))
 
 
 if __name__ == "__main__":

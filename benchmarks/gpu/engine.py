@@ -37,7 +37,7 @@ PARTS = (
 # Names of device kernels -> where their time belongs.
 GROUPS = (
     ("gemm", ("gemm", "nvjet", "cutlass", "splitk", "cublas")),
-    ("attention", ("attend_", "merge_pieces", "BatchPrefill", "PagedKV")),
+    ("attention", ("attend_", "merge_", "find_rows", "rank_rows", "BatchPrefill", "PagedKV")),
     ("sampling", ("reduce_chunks", "choose_tokens")),
     ("prep", ("prepare_lanes", "copy_rows", "scan_blocks", "Memcpy", "Memset", "index")),
     ("elementwise", ("norm_rows", "rotate", "rope", "silu_mul")),

@@ -1,13 +1,14 @@
 """Decode attention when a few rows of a wide batch are far longer than the rest.
 
 usage: python benchmarks/gpu/long_rows.py OUTPUT_FOLDER [--parts kernel,step] [--rows 4096] [--repeats 15]
+           [--models llama-3-8b,qwen3-0.6b]
 
-kernel: device microseconds of one layer's attention over rows of 16-150 tokens of which some are longer: all
-in one launch, and with rows above a threshold cut into pieces (`find_long_rows`, timed alone as well, since
-it runs once a step); beside them the time to read that K and V at 4.3 TB/s. step: qwen3-0.6b decodes 4095
-rows of about 100 tokens and one of 32,000, through the engine, with and without. Numbers are added to
-OUTPUT_FOLDER/long_rows.jsonl; the parts that stand there are not run again. Batches of long rows alone:
-decode_shapes.py.
+kernel: device microseconds of a layer's attention over rows of 16-150 tokens of which some are longer, begun
+longest first: all in one launch, and with rows above a threshold cut into pieces (`find_long_rows`, timed
+alone as well, since it runs once a step); beside them the time to read that K and V at 4.3 TB/s. step:
+qwen3-0.6b decodes 4095 rows of about 100 tokens and one of 32,000, through the engine, with and without.
+Numbers are added to OUTPUT_FOLDER/long_rows.jsonl; the parts that stand there are not run again. Batches of
+long rows alone: decode_shapes.py.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import numpy as np
 import torch
 from common import DecodeRows, add, device_facts, dummy_llm, median_us, read
 
-from phalanx.kernels import find_long_rows
+from phalanx.kernels import find_long_rows, longest_first
 
 SHAPES = {"llama-3-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 # Number of long rows, tokens of each.
 CASES = ((0, 0), (1, 2048), (1, 4096), (1, 8192), (1, 32768), (1, 131072), (16, 4096), (16, 8192), (64, 2048))
 # Threshold and piece; None: rows are not cut.
-CUTS = (None, (1024, 512), (2048, 512), (4096, 256), (4096, 512), (4096, 1024))
+CUTS = (None, (1024, 512), (2048, 512), (4096, 256), (4096, 512), (4096, 1024), (8192, 512))
 PAGE_SIZE = 16
 MAX_CONTEXT = 131072
 CALLS = 8  # in a graph
@@ -40,6 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parts", default="kernel,step")
+    parser.add_argument("--models", default=",".join(SHAPES), help="of the kernel part")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
@@ -56,7 +58,8 @@ def main() -> int:
 
 def kernel(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
-    for model, heads in SHAPES.items():
+    for model in args.models.split(","):
+        heads = SHAPES[model]
         print(f"{model:<12} {'long rows':>12} {'floor':>8}", *(f"{cut or 'whole'!s:>12}" for cut in CUTS))
         for num_long, length in CASES:
             batch = batch_of(args.rows, num_long, length, heads)
@@ -86,9 +89,10 @@ def time_cut(batch: DecodeRows, cut: tuple[int, int] | None, repeats: int) -> fl
         long_rows = find_long_rows(
             batch.lens, MAX_CONTEXT, long_tokens=cut[0], times_mean=0, piece_tokens=cut[1]
         )
+    more = {"long_rows": long_rows, "order": longest_first(long_rows.short_lens if long_rows else batch.lens)}
     batch.out.fill_(torch.nan)
-    torch.testing.assert_close(batch.attend(long_rows=long_rows), whole, rtol=2e-2, atol=2e-3)
-    return median_us([lambda: batch.attend(long_rows=long_rows)] * CALLS, repeats)
+    torch.testing.assert_close(batch.attend(**more), whole, rtol=2e-2, atol=2e-3)
+    return median_us([lambda: batch.attend(**more)] * CALLS, repeats)
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:

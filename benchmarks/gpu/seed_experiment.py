@@ -1,12 +1,13 @@
 """The experiment of SGLang's PR #1262 end to end: what building FlashInfer's kv_indices costs a decode step.
 
 usage: python benchmarks/gpu/seed_experiment.py OUTPUT_FOLDER [--models qwen3-0.6b,llama-3-8b]
-           [--loops serial,overlapped] [--backends naive,torch,triton,fused] [--repeats 1]
+           [--loops serial,overlapped] [--backends naive,torch,triton,fused] [--repeats 3]
 
 Dummy bf16 weights, page size 1, `--attention-backend flashinfer --disable-cuda-graph`, 5000 prompts of 1-32
 tokens in and 1-128 out, 4096 running, greedy, through LLM.generate, after 200 short ones. "serial" is
-`--disable-overlap-schedule`. Host times are of all steps of the measured runs (`Worker.stats`). Numbers are
-added to OUTPUT_FOLDER/seed_experiment.jsonl; a variant that stands there is not run again. Ends with a table.
+`--disable-overlap-schedule`. Host times are of all steps of a run (`Worker.stats`). Numbers are added to
+OUTPUT_FOLDER/seed_experiment.jsonl; a variant that stands there is not run again. Ends with a table: medians,
+with the range over the runs in brackets.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--models", default="qwen3-0.6b,llama-3-8b")
     parser.add_argument("--loops", default=",".join(LOOPS))
     parser.add_argument("--backends", default=",".join(BACKENDS))
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-prompts", type=int, default=5000)
     parser.add_argument("--timeout-s", type=float, default=480, help="of one model")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
@@ -91,9 +92,13 @@ def measure_variant(model: str, loop: str, backend: str, num_prompts: int, repea
     start_up_s = time.perf_counter() - start
     prompts, lens = draw_workload(num_prompts, 32, 128, 0.0, llm.settings.model.vocab_size, 42)
     measure(llm, prompts[:200], [min(n, 8) for n in lens[:200]], progress=False)
-    before, steps_before = llm.host_times(), llm._worker.num_steps
-    times = [measure(llm, prompts, lens, progress=False) for _ in range(repeats)]
-    host = difference(llm.host_times(), before)
+    steps_before = llm._worker.num_steps
+    times, hosts = [], []
+    for _ in range(repeats):
+        before = llm.host_times()
+        times.append(measure(llm, prompts, lens, progress=False))
+        host = difference(llm.host_times(), before)
+        hosts.append({phase: summary_ms(host, phase) for phase in PHASES})
     num_steps = (llm._worker.num_steps - steps_before) / repeats
     record = {
         "variant": f"{model}/{loop}/{backend}",
@@ -104,7 +109,7 @@ def measure_variant(model: str, loop: str, backend: str, num_prompts: int, repea
         "req_per_s": [num_prompts / t for t in times],
         "num_steps": num_steps,
         "step_ms": float(np.median(times)) / num_steps * 1e3,
-        "host_ms": {phase: summary_ms(host, phase) for phase in PHASES},
+        "host_ms": hosts,
     }
     llm._worker._engine.close()
     del llm
@@ -114,17 +119,28 @@ def measure_variant(model: str, loop: str, backend: str, num_prompts: int, repea
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    head = f"{'variant':<34} {'req/s':>8} {'between mean':>13} {'P99':>8} {'indices mean':>13} {'P99':>8}"
-    print(head + f" {'launch':>8} {'wait':>8} {'step':>8}   (ms)")
+    names = ("req/s", "between: mean", "P99", "indices: mean", "P99", "launch", "wait", "step")
+    print(f"{'variant':<34}", *(f"{name:>22}" for name in names), "  (ms)")
     for record in records:
-        host = record["host_ms"]
-        cells = [host["between_steps"]["mean"], host["between_steps"]["p99"]]
-        cells += [host["kv_indices"]["mean"], host["kv_indices"]["p99"], host["launch"]["mean"]]
-        shown = [float("nan") if cell is None else cell for cell in [*cells, host["wait"]["mean"]]]
-        print(
-            f"{record['variant']:<34} {np.median(record['req_per_s']):8.1f} {shown[0]:13.2f} {shown[1]:8.2f} "
-            f"{shown[2]:13.3f} {shown[3]:8.3f} {shown[4]:8.2f} {shown[5]:8.2f} {record['step_ms']:8.2f}"
-        )
+        columns = [record["req_per_s"]]
+        for phase, figure in (
+            ("between_steps", "mean"),
+            ("between_steps", "p99"),
+            ("kv_indices", "mean"),
+            ("kv_indices", "p99"),
+            ("launch", "mean"),
+            ("wait", "mean"),
+        ):
+            columns.append([host[phase][figure] for host in record["host_ms"]])
+        columns.append([record["step_ms"]])
+        print(f"{record['variant']:<34}", *(f"{median_and_range(column):>22}" for column in columns))
+
+
+def median_and_range(figures: list[float | None]) -> str:
+    found = [figure for figure in figures if figure is not None]
+    if not found:
+        return "-"
+    return f"{np.median(found):.4g} ({min(found):.4g}-{max(found):.4g})"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from phalanx.kernels.decode_attention import default_config
 from phalanx.kernels import (
     decode_attention_long_triton, decode_attention_triton, prefill_attention_triton, rmsnorm_triton,
     rope_triton, row_order_triton, sample_triton, silu_mul_triton,
@@ -43,22 +44,25 @@ def check(kernel, absent="", warps=4, **consts):
     print(kernel.__name__, consts)
 
 attention = dict(KV_HEADS=8, DIM=128, DIM_BLOCK=128, SPLIT_TOKENS=256, UPCAST=False)
-for group, page, split, stages, tokens in [(4, 1, False, 3, 16), (2, 16, True, 1, 32), (7, 1, True, 3, 32)]:
+CASES = [(32768, 4, 1, False), (4096, 2, 16, True), (256, 7, 1, True), (8, 4, 64, True)]
+for programs, group, page, split in CASES:
+    config = default_config(programs, 128, 2)
     absent = "" if split else "partial order"
-    check(decode_attention_triton.attend_rows, absent, GROUP=group, GROUP_BLOCK=16, PAGE=page,
-          ORDERED=split, AHEAD=split, SPLIT=split, STAGES=stages, TOKENS=tokens, **attention)
+    attention |= dict(TOKENS=config.tokens, STAGES=config.num_stages, AHEAD=config.ahead)
+    check(decode_attention_triton.attend_rows, absent, config.num_warps, GROUP=group, GROUP_BLOCK=16,
+          PAGE=page, ORDERED=split, SPLIT=split, **attention)
 check(row_order_triton.rank_rows, ROWS=32, OTHERS=256)
 long = decode_attention_long_triton
 check(long.find_rows, PIECE=512, MAX_ROWS=256, BLOCK=8192, warps=8)
 for group, dim, page in [(4, 128, 1), (7, 80, 16)]:
     check(long.attend_pieces, GROUP=group, GROUP_BLOCK=16, KV_HEADS=8, DIM=dim, DIM_BLOCK=128, PAGE=page,
-          TOKENS=16, AHEAD=page == 16, PIECE=512, MAX_ROWS=256, STAGES=3, UPCAST=False, warps=1)
+          TOKENS=64, AHEAD=True, PIECE=512, MAX_ROWS=256, STAGES=2, UPCAST=False)
 check(long.merge_rows, Q_HEADS=32, DIM=80, DIM_BLOCK=128, PIECE=512, BLOCK=16)
 check(decode_attention_triton.merge_pieces, Q_HEADS=32, DIM=80, DIM_BLOCK=128, TOKENS=32, SPLIT_TOKENS=256,
       SPLITS_BLOCK=16)
 for queries, group, page in [(64, 4, 1), (16, 7, 16)]:
     check(prefill_attention_triton.attend_chunks, GROUP=group, KV_HEADS=8, DIM=80, DIM_BLOCK=128, PAGE=page,
-          QUERIES=queries, TOKENS=64, STAGES=2, UPCAST=False)
+          QUERIES=queries, TOKENS=64, STAGES=3, UPCAST=False)
 check(rmsnorm_triton.norm_rows, HIDDEN=1000, BLOCK=1024, ADD=True)
 check(rmsnorm_triton.norm_rows, "residual", HIDDEN=4096, BLOCK=4096, ADD=False, warps=8)
 check(silu_mul_triton.silu_mul_block, SIZE=3000, BLOCK=1024)

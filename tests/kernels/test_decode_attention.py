@@ -24,9 +24,10 @@ few = settings(max_examples=max(8, settings.default.max_examples // 5))  # the i
 
 VARIANTS = {
     "torch": {"backend": "torch"},
-    "tiles of 16": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=2, num_stages=2)},
-    "ahead": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=2, ahead=True)},
+    "tiles of 16": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=1, num_stages=5)},
+    "ahead": {"backend": "triton", "config": DecodeConfig(tokens=16, num_warps=1, ahead=True)},
     "tiles of 32": {"backend": "triton", "config": DecodeConfig(tokens=32, num_warps=4, num_stages=3)},
+    "tiles of 64": {"backend": "triton", "config": DecodeConfig(tokens=64, num_warps=4, ahead=True)},
 }
 # bf16 is truncated, not rounded, by Triton's interpreter.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}

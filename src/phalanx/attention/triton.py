@@ -8,37 +8,47 @@ import torch
 
 from phalanx.attention.base import ForwardBatch
 from phalanx.config.groups import ModelConfig
-from phalanx.kernels import LongRows, decode_attention, find_long_rows, prefill_attention
+from phalanx.kernels import LongRows, decode_attention, find_long_rows, longest_first, prefill_attention
 from phalanx.kernels.decode_attention import default_long_tokens
 from phalanx.kvcache.pool import KVPool
+
+# Rows. Of more than these the last ones to be read are too few to matter, and ordering takes their square.
+MAX_ORDERED = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """batch: the step. long_rows: its decode rows far longer than the rest; None: the context has no room."""
+    """batch: the step. long_rows: its decode rows far longer than the rest; None: the context has no room.
+
+    order: in which its decode rows are begun; None: as they come.
+    """
 
     batch: ForwardBatch
     long_rows: LongRows | None
+    order: torch.Tensor | None
 
 
 class TritonAttention:
     """One launch for the decode rows and one for the chunks; needs no CSR and no plan.
 
-    Where the context is long enough for a row to hold others up, two more launches take the rows that are.
-    Takes any head_dim, page size and mix. Nothing is read on the host, so it can be captured.
+    Decode rows are begun longest first. Where the context is long enough for a row to hold others up, two
+    more launches take the rows that are. Takes any head_dim, page size and mix. Nothing is read on the host,
+    so it can be captured.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self.scale = config.head_dim**-0.5
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> StepState:
-        """Find the long rows, which are the same in all layers."""
-        long_rows = None
+        """Find the long rows and the order of the rest, which are the same in all layers."""
+        long_rows = order = None
         if batch.decode is not None and batch.req_to_token.is_cuda:
             max_context = batch.req_to_token.shape[1]
             limit = default_long_tokens(batch.num_decode, pool.k[0].shape[1], max_context)
             long_rows = find_long_rows(batch.decode.seq_lens, max_context, long_tokens=limit)
-        return StepState(batch, long_rows)
+            if batch.num_decode <= MAX_ORDERED:
+                order = longest_first(batch.decode.seq_lens if long_rows is None else long_rows.short_lens)
+        return StepState(batch, long_rows, order)
 
     def forward(self, layer: int, q: torch.Tensor, pool: KVPool, state: StepState) -> torch.Tensor:
         """q: [T, num_q_heads, head_dim], last stride 1. Returns the same shape, contiguous."""
@@ -56,6 +66,7 @@ class TritonAttention:
                 page_size=pool.page_size,
                 sm_scale=self.scale,
                 out=out[:split],
+                order=state.order,
                 long_rows=state.long_rows,
             )
         if batch.prefill is not None:

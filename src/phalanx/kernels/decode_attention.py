@@ -19,6 +19,7 @@ SPLIT_TOKENS = 256  # a row is split only into pieces of at least this many toke
 MAX_SPLITS = 64
 MAX_ROWS = 65535  # rows are the second axis of a CUDA grid
 _FULL_GRID = 1024  # fewer programs than this leave a large GPU idle: then rows are split
+_FEW_PROGRAMS, _MANY_PROGRAMS = 1536, 8192  # between the numbers of rows that were measured, for 8 KV heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,20 @@ class DecodeConfig:
     ahead: bool = False
 
 
-def default_config(head_dim: int) -> DecodeConfig:
-    """The configuration that was best of all on an H200 (docs/measured.md)."""
-    # One warp and small tiles: many rows in flight, each with tiles on their way. It holds a head_dim of 128.
-    return DecodeConfig(tokens=16, num_warps=1 if head_dim <= 128 else 2, num_stages=3)
+def default_config(num_programs: int, head_dim: int, itemsize: int) -> DecodeConfig:
+    """The best of those measured on an H200, rows begun longest first (docs/measured.md).
+
+    num_programs: rows times KV heads. head_dim, itemsize: of K and V.
+    """
+    # Many programs hide each other's waits: one warp and small tiles, as many rows in flight as there is room
+    # for. Few have to keep much under way themselves. One warp holds a head_dim of 128.
+    if num_programs <= _FEW_PROGRAMS:
+        tokens = 64 if head_dim * itemsize <= 256 else 32
+        return DecodeConfig(tokens, num_warps=4, num_stages=2, ahead=True)
+    num_warps = 1 if head_dim <= 128 else 2
+    if num_programs <= _MANY_PROGRAMS:
+        return DecodeConfig(16, num_warps, num_stages=5)
+    return DecodeConfig(16, num_warps, num_stages=2, ahead=True)
 
 
 def default_splits(num_rows: int, num_programs: int, max_context: int) -> int:
@@ -102,7 +113,8 @@ def decode_attention(
     config: see DecodeConfig; None: `default_config`.
     order: [bs] int32, contiguous: the order in which the rows are begun, each once (`longest_first`); None:
         as they come. It changes no result.
-    long_rows: of these seq_lens (`find_long_rows`): those rows are cut into pieces.
+    long_rows: of these seq_lens (`find_long_rows`): those rows are cut into pieces, which have the default
+        configuration of a launch of so few programs.
     backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16). The torch
         one reads the longest length on the host. Splits, config, order and long_rows are of the Triton one.
 
@@ -121,7 +133,7 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_kv_heads = k_pool.shape[1]
     if config is None:
-        config = default_config(q.shape[2])
+        config = default_config(bs * num_kv_heads, q.shape[2], q.itemsize)
     check_config(config)
     if order is not None:
         check_tensor("order", order, dtypes=(torch.int32,), shape=(bs,), device=q.device, contiguous=True)
@@ -147,10 +159,6 @@ def decode_attention(
     if long_rows is not None:
         if long_rows.short_lens.shape != seq_lens.shape:
             raise ValueError(f"long_rows are those of {len(long_rows.short_lens)} rows, seq_lens has {bs}")
-        if long_rows.piece_tokens % config.tokens:
-            raise ValueError(
-                f"config.tokens {config.tokens} does not divide pieces of {long_rows.piece_tokens}"
-            )
     if needed and workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=q.device)
     decode_attention_triton.attend(
@@ -172,7 +180,7 @@ def decode_attention(
         from phalanx.kernels.decode_attention_long_triton import attend_long
 
         args = (q, k_pool, v_pool, req_to_token, rows, seq_lens, out, long_rows)
-        attend_long(*args, page_size=page_size, scale=scale, config=config)
+        attend_long(*args, page_size=page_size, scale=scale)
     return out
 
 

@@ -14,7 +14,7 @@ from phalanx.kernels.kv_indices_triton import device_guard
 QUERIES = 64  # rows of the query tile: (token, query head of the group) pairs
 TOKENS = 64  # K and V rows at a time
 NUM_WARPS = 4
-NUM_STAGES = 2
+NUM_STAGES = 3  # against 2, on an H200: 1.2 to 1.4 times as fast from 512 tokens on, 2 us slower at 16
 _MOST_WARPS = {16: 2, 32: 4, 64: 4}  # of the tile of short prompts
 
 
