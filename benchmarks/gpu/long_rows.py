@@ -31,7 +31,7 @@ SHAPES = {"llama-3-8b": (32, 8, 128), "qwen3-0.6b": (16, 8, 128)}
 # Number of long rows, tokens of each.
 CASES = ((0, 0), (1, 2048), (1, 4096), (1, 8192), (1, 32768), (1, 131072), (16, 4096), (16, 8192), (64, 2048))
 # Threshold and piece; None: rows are not cut.
-CUTS = (None, (1024, 512), (2048, 512), (4096, 256), (4096, 512), (4096, 1024), (8192, 512))
+CUTS = (None, (1024, 512), (2048, 512), (2048, 256), (2048, 1024), (4096, 512), (8192, 512))
 PAGE_SIZE = 16
 MAX_CONTEXT = 131072
 CALLS = 8  # in a graph

@@ -56,7 +56,7 @@ long = decode_attention_long_triton
 check(long.find_rows, PIECE=512, MAX_ROWS=256, BLOCK=8192, warps=8)
 for group, dim, page in [(4, 128, 1), (7, 80, 16)]:
     check(long.attend_pieces, GROUP=group, GROUP_BLOCK=16, KV_HEADS=8, DIM=dim, DIM_BLOCK=128, PAGE=page,
-          TOKENS=64, AHEAD=True, PIECE=512, MAX_ROWS=256, STAGES=2, UPCAST=False)
+          TOKENS=16, AHEAD=False, PIECE=512, MAX_ROWS=256, STAGES=5, UPCAST=False, warps=1)
 check(long.merge_rows, Q_HEADS=32, DIM=80, DIM_BLOCK=128, PIECE=512, BLOCK=16)
 check(decode_attention_triton.merge_pieces, Q_HEADS=32, DIM=80, DIM_BLOCK=128, TOKENS=32, SPLIT_TOKENS=256,
       SPLITS_BLOCK=16)

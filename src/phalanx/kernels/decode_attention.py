@@ -20,6 +20,7 @@ MAX_SPLITS = 64
 MAX_ROWS = 65535  # rows are the second axis of a CUDA grid
 _FULL_GRID = 1024  # fewer programs than this leave a large GPU idle: then rows are split
 _FEW_PROGRAMS, _MANY_PROGRAMS = 1536, 8192  # between the numbers of rows that were measured, for 8 KV heads
+_FEW_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,22 @@ def default_config(num_programs: int, head_dim: int, itemsize: int) -> DecodeCon
     num_programs: rows times KV heads. head_dim, itemsize: of K and V.
     """
     # Many programs hide each other's waits: one warp and small tiles, as many rows in flight as there is room
-    # for. Few have to keep much under way themselves. One warp holds a head_dim of 128.
+    # for. Few have to keep much under way themselves: 16 KiB of K.
     if num_programs <= _FEW_PROGRAMS:
-        tokens = 64 if head_dim * itemsize <= 256 else 32
-        return DecodeConfig(tokens, num_warps=4, num_stages=2, ahead=True)
-    num_warps = 1 if head_dim <= 128 else 2
+        tokens = _FEW_BYTES // (itemsize * (1 << (head_dim - 1).bit_length()))
+        return DecodeConfig(max(16, min(128, tokens)), num_warps=4, num_stages=2, ahead=True)
     if num_programs <= _MANY_PROGRAMS:
-        return DecodeConfig(16, num_warps, num_stages=5)
-    return DecodeConfig(16, num_warps, num_stages=2, ahead=True)
+        return piece_config(head_dim)
+    return DecodeConfig(16, _few_warps(head_dim), num_stages=2, ahead=True)
+
+
+def piece_config(head_dim: int) -> DecodeConfig:
+    """Of batches of middle size, and of the pieces of long rows."""
+    return DecodeConfig(16, _few_warps(head_dim), num_stages=5)
+
+
+def _few_warps(head_dim: int) -> int:
+    return 1 if head_dim <= 128 else 2  # what holds queries and sums of 16 heads in registers
 
 
 def default_splits(num_rows: int, num_programs: int, max_context: int) -> int:
@@ -113,8 +122,8 @@ def decode_attention(
     config: see DecodeConfig; None: `default_config`.
     order: [bs] int32, contiguous: the order in which the rows are begun, each once (`longest_first`); None:
         as they come. It changes no result.
-    long_rows: of these seq_lens (`find_long_rows`): those rows are cut into pieces, which have the default
-        configuration of a launch of so few programs.
+    long_rows: of these seq_lens (`find_long_rows`): those rows are cut into pieces, for which
+        `piece_config` holds.
     backend: "torch", "triton", "numba" or "auto" (Triton on CUDA, numba on a CPU in fp32 and bf16). The torch
         one reads the longest length on the host. Splits, config, order and long_rows are of the Triton one.
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phalanx.kernels.decode_attention import default_config
+from phalanx.kernels.decode_attention import piece_config
 from phalanx.kernels.decode_attention_long import MAX_LONG, LongRows
 from phalanx.kernels.decode_attention_triton import UNSEEN, attend_range, interpreted
 from phalanx.kernels.kv_indices_triton import device_guard
@@ -195,7 +195,7 @@ def attend_long(
     partial = torch.empty(size, dtype=torch.float32, device=q.device)
     where = (long_rows.counts, long_rows.lanes, long_rows.first_piece)
     programs = min(long_rows.max_pieces, max(1, _PROGRAMS // num_kv_heads))
-    config = default_config(programs * num_kv_heads, head_dim, q.itemsize)
+    config = piece_config(head_dim)
     with device_guard(q):
         attend_pieces[(num_kv_heads, programs)](
             q,

@@ -33,7 +33,8 @@ GROUPS = (PREP, ATTENTION, GEMM, ELEMENTWISE, SAMPLING, COPIES, OTHER, IDLE)
 
 # Parts of kernel names -> group; the first that fits. This package's kernels are named after what they do.
 _KERNELS = (
-    (ATTENTION, ("attend_", "merge_pieces", "BatchPrefill", "BatchDecode", "PagedKV", "flash_fwd")),
+    (ATTENTION, ("attend_", "merge_", "find_rows", "rank_rows")),
+    (ATTENTION, ("BatchPrefill", "BatchDecode", "PagedKV", "flash_fwd")),
     (SAMPLING, ("reduce_chunks", "choose_tokens")),
     (ELEMENTWISE, ("norm_rows", "rotate_heads", "rope_heads", "silu_mul", "scatter_tokens")),
     (PREP, ("prepare_lanes", "copy_rows", "scan_blocks", "index", "gather", "scatter", "CatArray")),
