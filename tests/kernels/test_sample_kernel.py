@@ -217,7 +217,7 @@ def test_bad_arguments_are_named():
         sample(logits_of(10, 2).T, *args[1:], num_generated=counts)
     with pytest.raises(ValueError, match="logits must have 1 to"):
         sample(logits[:, :0], *args[1:], num_generated=counts)
-    with pytest.raises(ValueError, match="workspace has 1 entries, 4 are needed"):
+    with pytest.raises(ValueError, match="workspace has 1 entries, 6 are needed"):
         sample(*args, num_generated=counts, workspace=torch.zeros(1, device=DEVICE))
     with pytest.raises(TypeError, match="tokens must be int32"):
         sample(*args, num_generated=counts, tokens=counts)

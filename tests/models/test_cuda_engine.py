@@ -411,8 +411,13 @@ def requests_of(
 def run_worker(
     chosen: Settings, model: object, requests: list[EngineRequest], num_pages: int
 ) -> tuple[dict[int, list[int]], dict[int, int]]:
+    return run_engine(make_engine(chosen, model, num_pages), chosen, requests, num_pages)
+
+
+def run_engine(
+    engine: CudaEngine, chosen: Settings, requests: list[EngineRequest], num_pages: int
+) -> tuple[dict[int, list[int]], dict[int, int]]:
     """Tokens and end of every stream; the pool must be whole again afterwards."""
-    engine = make_engine(chosen, model, num_pages)
     scheduler = Scheduler(chosen.scheduler, num_pages=num_pages, page_size=chosen.cache.page_size)
     worker = Worker(scheduler, engine, overlap=chosen.engine.overlap)
     for request in requests:

@@ -11,12 +11,13 @@ import logging
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from phalanx.attention.base import AttentionBackend, ForwardBatch, PrefillPart
 from phalanx.config.groups import Settings
 from phalanx.core.step import Int32, LogprobPlan, StepPlan, TokenLogprobs
 from phalanx.engine.batch import BatchBuilder, SentPlan, prefill_part
-from phalanx.engine.buckets import LONGEST_CHUNK, MixedShape, MixedShapes, decode_buckets
+from phalanx.engine.buckets import LONGEST_CHUNK, MixedShape, MixedShapes, bucket_of, decode_buckets
 from phalanx.engine.engine import Model
 from phalanx.engine.graphs import StepGraphs
 from phalanx.engine.launch_times import LaunchTimes
@@ -32,6 +33,7 @@ from phalanx.engine.warm_up import (
     with_bar,
 )
 from phalanx.kernels import sample
+from phalanx.kernels.prefill_attention import tile_lengths
 from phalanx.kvcache.pool import KVPool
 from phalanx.sampling.logprobs import position_logprobs, prompt_logprobs
 from phalanx.sampling.rows import EAGER, SamplingRows
@@ -40,7 +42,6 @@ from phalanx.sampling.tensors import to_device
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_LENGTHS = (1, 16, 64)  # prompts that run every variant of the prefill kernel once
 _EAGER_LINES = 512  # logits that the eager sampler copies at a time
 
 
@@ -74,6 +75,7 @@ class CudaEngine:
         )
         self._sampling = SamplingRows(num_rows, vocab_size, scheduler.context_length, device)
         self._eager_sampler = Sampler(self._sampling)
+        self._tile_lengths = tile_lengths(settings.model.num_q_heads // settings.model.num_kv_heads)
         self._batches = BatchBuilder(
             self._rows,
             self._sampling,
@@ -109,7 +111,7 @@ class CudaEngine:
         sizes = prompt_sizes(self._most_prompt_tokens)
         steps += [functools.partial(self._try_prompts, size) for size in sizes[::-1]]
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for length in _CHUNK_LENGTHS:
+            for length in self._tile_lengths:
                 self._run_prompts(length)
             for step in with_bar(steps, title, progress):
                 step()
@@ -155,7 +157,7 @@ class CudaEngine:
                 indptr=arrays["chunk_indptr"],
                 longest=LONGEST_CHUNK,
             )
-            return self._run_mixed(sent, self._batches.batch(sent, shape.lanes, part), keep_hidden=False)
+            return self._run_mixed(sent, self._batches.batch(sent, shape.lanes, part), captured=True)
 
         step()
         self._graphs.capture(shape, sent.whole, step)
@@ -245,15 +247,18 @@ class CudaEngine:
         """A step with prompt chunks, eagerly."""
         part = prefill_part(plan.prefill, sent.arrays)
         batch = self._batches.batch(sent, len(plan.decode_rows), part)
-        return self._run_mixed(sent, batch, keep_hidden=True)
+        return self._run_mixed(sent, batch, captured=False)
 
-    def _run_mixed(self, sent: SentPlan, batch: ForwardBatch, *, keep_hidden: bool) -> Sampled:
+    def _run_mixed(self, sent: SentPlan, batch: ForwardBatch, *, captured: bool) -> Sampled:
         rows, table = sent.arrays["sample_rows"], self._sampling
         hidden = self._model.forward(batch, self._pool, self._attn)
-        logits = self._logits[: len(rows)]
-        if len(rows):
-            self._model.logits(hidden[: len(rows)], logits)
-        sampled = Sampled.empty(logits, hidden if keep_hidden else None)
+        lines = len(rows)
+        if lines:
+            # In another size the product may need a kernel that waits for the device when it is loaded.
+            padded = lines if captured else bucket_of(lines, self._buckets)
+            self._model.logits(_lengthened(hidden, padded)[:padded], self._logits[:padded])
+        logits = self._logits[:lines]
+        sampled = Sampled.empty(logits, None if captured else hidden)
         sample(
             logits,
             table.temperature,
@@ -325,3 +330,8 @@ class CudaEngine:
                 return output, None
             hidden.record_stream(self._side)
             return output, prompt_logprobs(hidden, self._model.logits, wanted)
+
+
+def _lengthened(lines: torch.Tensor, count: int) -> torch.Tensor:
+    """The lines, and zeros up to `count` of them. lines: [S, width]."""
+    return lines if len(lines) >= count else F.pad(lines, (0, 0, 0, count - len(lines)))

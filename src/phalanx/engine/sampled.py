@@ -11,7 +11,7 @@ import torch
 from phalanx.core.errors import EngineError
 from phalanx.core.step import Int32, StepPlan, StepResult, TokenLogprobs
 
-_BYTES_PER_LANE = 5  # an int32 token and a uint8 finish flag
+_ALIGNMENT = 16  # bytes; Triton compiles another kernel for a pointer that is not aligned to so many
 
 ReadLogprobs = Callable[[Int32], tuple[TokenLogprobs | None, TokenLogprobs | None]]
 
@@ -20,8 +20,9 @@ ReadLogprobs = Callable[[Int32], tuple[TokenLogprobs | None, TokenLogprobs | Non
 class Sampled:
     """Tokens and finish flags of some lanes in one piece of memory, for one copy.
 
-    packed: [5 * lanes] uint8. tokens: [lanes] int32 and finish: [lanes] uint8, views of it. logits:
-    [lanes, vocab], valid until the next step. hidden: [S, hidden_size] or None where nobody asks for it.
+    packed: uint8. tokens: [lanes] int32 and finish: [lanes] uint8, views of its beginning and its end.
+    logits: [lanes, vocab], valid until the next step. hidden: [S, hidden_size] or None where nobody asks for
+    it.
     """
 
     packed: torch.Tensor
@@ -34,8 +35,9 @@ class Sampled:
     def empty(cls, logits: torch.Tensor, hidden: torch.Tensor | None = None) -> Sampled:
         """Room for the tokens of these logits ([lanes, vocab])."""
         lanes = logits.shape[0]
-        packed = torch.empty(_BYTES_PER_LANE * lanes, dtype=torch.uint8, device=logits.device)
-        return cls(packed, packed[: 4 * lanes].view(torch.int32), packed[4 * lanes :], logits, hidden)
+        start = -(-4 * lanes // _ALIGNMENT) * _ALIGNMENT
+        packed = torch.empty(start + lanes, dtype=torch.uint8, device=logits.device)
+        return cls(packed, packed[: 4 * lanes].view(torch.int32), packed[start:], logits, hidden)
 
 
 class CudaHandle:
@@ -43,7 +45,7 @@ class CudaHandle:
 
     def __init__(self, plan: StepPlan, sampled: Sampled, read_logprobs: ReadLogprobs | None) -> None:
         self.step_id = plan.step_id
-        self._num_sampled = len(plan.sample_rows)
+        self._num_sampled, self._lanes = len(plan.sample_rows), len(sampled.tokens)
         self._read_logprobs = read_logprobs
         # On the compute stream: 20 KB take a few microseconds there, and the next step cannot overwrite them.
         self._host = torch.empty(sampled.packed.shape, dtype=torch.uint8, pin_memory=True)
@@ -64,8 +66,7 @@ class CudaHandle:
         """
         self._ready.synchronize()
         packed, s = self._host.numpy(), self._num_sampled
-        split = len(packed) // _BYTES_PER_LANE * 4
-        tokens = packed[:split].view(np.int32)[:s].copy()
+        tokens, finish = packed[: 4 * s].view(np.int32).copy(), packed[len(packed) - self._lanes :][:s].copy()
         logprobs, prompt = None, None
         if self._read_logprobs is not None:
             try:
@@ -77,7 +78,7 @@ class CudaHandle:
         return StepResult(
             step_id=self.step_id,
             tokens=tokens,
-            finish=packed[split : split + s].copy(),
+            finish=finish,
             logprobs=logprobs,
             prompt_logprobs=prompt,
         )

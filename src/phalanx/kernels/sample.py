@@ -93,7 +93,12 @@ def sample(
 
 def sample_workspace_size(bs: int, vocab_size: int) -> int:
     """Entries of fp32 scratch that `sample` needs: a maximum for each chunk and a sum for each block."""
-    return bs * (-(-vocab_size // CHUNK) + -(-vocab_size // DRAW_BLOCK))
+    return sums_start(bs, vocab_size) + bs * -(-vocab_size // DRAW_BLOCK)
+
+
+def sums_start(bs: int, vocab_size: int) -> int:
+    """Where the sums begin: 16-byte aligned for any bs, since Triton compiles for alignment."""
+    return -(-bs * -(-vocab_size // CHUNK) // 4) * 4
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from phalanx.core.step import Finish
 from phalanx.kernels.kv_indices_triton import device_guard
-from phalanx.kernels.sample import CHUNK, DRAW_BLOCK, GOLDEN, MIX1, MIX2, SEED_SALT
+from phalanx.kernels.sample import CHUNK, DRAW_BLOCK, GOLDEN, MIX1, MIX2, SEED_SALT, sums_start
 
 REDUCE_WARPS = 4
 CHOOSE_WARPS = 4
@@ -185,7 +185,7 @@ def sample(
     """`phalanx.kernels.sample` on checked arguments with at least one lane, in two launches."""
     bs, vocab_size = logits.shape
     num_chunks, num_blocks = triton.cdiv(vocab_size, CHUNK), triton.cdiv(vocab_size, DRAW_BLOCK)
-    peaks, sums = workspace, workspace[bs * num_chunks :]
+    peaks, sums = workspace, workspace[sums_start(bs, vocab_size) :]
     with device_guard(logits):
         reduce_chunks[(bs, num_chunks)](
             logits,
