@@ -2,13 +2,12 @@
 
 usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b:triton,...] [--repeats 3]
 
-A part is `tests` (the GPU tests) or offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and
-1-128 out through LLM.generate, ids in and ids out, then steady decode by the same engine, and the model's
-linear layers alone in a CUDA graph, so that the step can be set against them and the KV bytes. FLAG is
-`eager` (no CUDA graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive
-and end), or naive, torch or triton (who builds FlashInfer's page lists). Each part is a process of its own.
-Its numbers are added to OUTPUT_FOLDER/engine.jsonl; a part that stands there is not run again. Ends with a
-table.
+A part is offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128 out through LLM.generate, ids
+in and ids out, then steady decode by the same engine, and the model's linear layers alone in a CUDA graph, so
+that the step can be set against them and the KV bytes. FLAG is `eager` (no CUDA graphs), `serial` (no
+overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end), or naive, torch or triton
+(who builds FlashInfer's page lists). Each part is a process of its own. Its numbers are added to
+OUTPUT_FOLDER/engine.jsonl; a part that stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import numpy as np
 from common import HBM_BYTES_PER_S, add, device_facts, dummy_llm, median_us, read
 
 PARTS = (
-    "tests",
     "offline:qwen3-0.6b:triton",
     "offline:qwen3-0.6b:flashinfer",
     "offline:llama-3-8b:triton",
@@ -70,11 +68,8 @@ def main() -> int:
 
 
 def run_part(part: str, args: argparse.Namespace, results: Path) -> bool:
-    if part == "tests":
-        command = ["-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "tests"]
-    else:
-        command = [__file__, str(args.folder), "--run-part", part, "--repeats", str(args.repeats)]
-    log = args.folder / f"{part.replace(':', '-')}.log"
+    command = [__file__, str(args.folder), "--run-part", part, "--repeats", str(args.repeats)]
+    log = args.folder / f"engine-{part.replace(':', '-')}.log"
     with log.open("w") as file:
         try:
             code = subprocess.run(
@@ -84,8 +79,6 @@ def run_part(part: str, args: argparse.Namespace, results: Path) -> bool:
             code = -1
     last = log.read_text(errors="replace").strip().splitlines()[-12:]
     print("\n".join(last), flush=True)
-    if part == "tests" and code == 0:
-        add(results, {"part": part, "summary": last[-1]})
     # What counts is the record: a process that has used torch's profiler may die after its last line.
     if code:
         print(f"{part}: exit code {code}", flush=True)
@@ -328,9 +321,6 @@ def group_of(name: str) -> str:
 def print_table(records: list[dict[str, Any]]) -> None:
     print(f"{'part':<38} {'req/s (median)':>14} {'range':>16} {'step ms':>8} {'idle':>7} {'start s':>8}")
     for record in records:
-        if "req_per_s" not in record:
-            print(f"{record['part']:<38} {record.get('summary', '')}")
-            continue
         rates, steady = sorted(record["req_per_s"]), record["steady"]
         idle = f"{steady['idle_between']:7.2%}" if "idle_between" in steady else "-"
         print(

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Everything that docs/measured.md tells of the CUDA engine, in parts of at most 8 minutes that can be resumed.
+# usage: benchmarks/gpu/parts.sh OUTPUT_FOLDER [PART...]   (from the repository's root)
+# numbers: offline-MODEL, offline-MODEL-mixed and -flashinfer (throughput, steady decode, linears alone),
+#   seed-MODEL, ordinary-default, ordinary-baseline, http-MODEL-seed and -graphs, decode-shapes, long-rows.
+# correctness: tests (a few minutes), wide (4096 rows, 10,000 requests), heads (head dims, FlashInfer refuses
+#   some), smollm2 (must have been pulled), memcheck and memcheck-eager (a server under compute-sanitizer).
+# profiles: profile-MODEL, -mixed and -eager.
+# Default: all of them. MODEL is llama-3-8b or qwen3-0.6b. A part that ended well leaves PART.ok and is not run
+# again; its log is PART.log, its numbers are added to .jsonl files. PYTHON picks the interpreter, REPEATS (3) the
+# runs of each number, TAIL (4) the lines of a log that are shown.
+set -uo pipefail
+out=${1:?usage: $0 OUTPUT_FOLDER [PART...]}
+shift
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+status=0
+repeats="--repeats ${REPEATS:-3}"
+
+numbers=(offline-{llama-3-8b,qwen3-0.6b} ordinary-{default,baseline} seed-{llama-3-8b,qwen3-0.6b}
+  offline-qwen3-0.6b-{flashinfer,mixed} offline-llama-3-8b-mixed
+  http-{llama-3-8b,qwen3-0.6b}-{graphs,seed} decode-shapes long-rows)
+correctness=(tests wide heads smollm2 memcheck memcheck-eager)
+profiles=(profile-{qwen3-0.6b,llama-3-8b} profile-qwen3-0.6b-{mixed,eager})
+
+bench() { # SCRIPT ARGUMENTS...
+  local script=$1
+  shift
+  timeout 480 "$python" "benchmarks/gpu/$script.py" "$out" "$@"
+}
+
+tests() { "$python" -m pytest -q -s -m gpu -p no:cacheprovider -W default --durations=5 "$@"; }
+
+offline() { # MODEL:BACKEND[:FLAG]
+  # shellcheck disable=SC2086
+  bench engine --parts "offline:$1" $repeats
+}
+
+profile() { # MODEL FLAGS...
+  local model=$1
+  shift
+  "$python" -m phalanx profile --model "$model" --load-format dummy --context-length 4096 --random-seed 0 \
+    --max-running-requests 4096 --output "$out/$part.json.gz" "$@"
+}
+
+steady="--num-prompts 4096 --random-range-ratio 1 --warm-up-steps 64"
+
+# shellcheck disable=SC2086
+run_part() {
+  local name=${1#*-}
+  case $1 in
+    offline-*-mixed) offline "${name%-mixed}:triton:mixed" ;;
+    offline-*-flashinfer) offline "${name%-flashinfer}:flashinfer" ;;
+    offline-*) offline "$name:triton" ;;
+    seed-*) bench seed_experiment --models "$name" $repeats ;;
+    ordinary-*) bench ordinary_shape --variants "$name" $repeats ;;
+    http-*) bench http_serving --models "${name%-*}" --modes "${name##*-}" $repeats ;;
+    decode-shapes) bench decode_shapes ;;
+    long-rows) bench long_rows ;;
+    tests) tests tests ;;
+    wide) tests tests/models/test_gpu_wide.py ;;
+    heads) tests tests/models/test_cuda_engine.py -k "logits_are_as_near" ;;
+    smollm2) tests tests/models/test_gpu_smollm2.py ;;
+    memcheck) "$python" benchmarks/gpu/server_memcheck.py "$out" ;;
+    # Every tensor is an allocation of its own then, so that a byte past its end is seen.
+    memcheck-eager)
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$python" benchmarks/gpu/server_memcheck.py "$out/eager" \
+        --disable-cuda-graph --max-running-requests 8
+      ;;
+    profile-*-mixed) profile "${name%-mixed}" --num-prompts 16000 --random-output-len 128 --warm-up-steps 100 ;;
+    profile-*-eager) profile "${name%-eager}" $steady --disable-cuda-graph --disable-overlap-schedule ;;
+    profile-*) profile "$name" $steady ;;
+    *) echo "no such part: $1" && return 2 ;;
+  esac
+}
+
+parts=("$@")
+((${#parts[@]})) || parts=("${numbers[@]}" "${correctness[@]}" "${profiles[@]}")
+for part in "${parts[@]}"; do
+  [[ -f $out/$part.ok ]] && continue
+  start=$SECONDS
+  if run_part "$part" >"$out/$part.log" 2>&1; then
+    touch "$out/$part.ok"
+    echo "== $part: well, $((SECONDS - start)) s"
+  else
+    status=1
+    echo "== $part: FAILED, $((SECONDS - start)) s"
+  fi
+  tail -n "${TAIL:-4}" "$out/$part.log" | cut -c1-600
+done
+exit $status
