@@ -2,12 +2,12 @@
 
 usage: python benchmarks/gpu/engine.py OUTPUT_FOLDER [--parts offline:qwen3-0.6b:triton,...] [--repeats 3]
 
-A part is offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128 out through LLM.generate,
-ids in and ids out, then steady decode by the same engine, and the model's linear layers alone in a CUDA graph, so
-that the step can be set against them and the KV bytes. FLAG is `eager` (no CUDA graphs), `serial` (no
-overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end), or naive, torch or triton
-(who builds FlashInfer's page lists). Each part is a process of its own. Its numbers are added to
-OUTPUT_FOLDER/engine.jsonl; a part that stands there is not run again. Ends with a table.
+A part is offline:MODEL:BACKEND[:FLAG...]: 5000 prompts of 1-32 tokens in and 1-128 out through
+LLM.generate, ids in and ids out, then steady decode by the same engine, and the model's linear layers alone
+in a CUDA graph, so that the step can be set against them and the KV bytes. FLAG is `eager` (no CUDA
+graphs), `serial` (no overlap), `page1`, `mixed` (also steps in which some 64 requests arrive and end), or
+naive, torch or triton (who builds FlashInfer's page lists). Each part is a process of its own. Its numbers
+are added to OUTPUT_FOLDER/engine.jsonl; a part that stands there is not run again. Ends with a table.
 """
 
 from __future__ import annotations
