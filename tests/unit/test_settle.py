@@ -101,6 +101,9 @@ def test_bad_prompts(ids: Any) -> None:
         {"logit_bias": {100: 1.0}},
         {"logit_bias": {1: 1000.0}},
         {"sampling_seed": 2**63},
+        {"ignore_eos": "false"},
+        {"no_stop_trim": 1},
+        {"skip_special_tokens": None},
     ],
 )
 def test_bad_parameters_name_the_field(params: dict[str, Any]) -> None:
@@ -118,6 +121,7 @@ def test_what_people_naturally_pass() -> None:
         n=np.int64(2),
         temperature=np.float32(0.5),
         sampling_seed=np.int64(3),
+        ignore_eos=np.bool_(True),
     )
     assert params.stop == ("Xa",) and params.stop_token_ids == (5, 7) and params.logit_bias == {}
     assert type(params.n) is int and params.temperature == 0.5
@@ -167,8 +171,23 @@ def test_mix_seed_fits_int64() -> None:
         LogprobParams(prompt_start=3),
         LogprobParams(prompt_start=-2),
         LogprobParams(token_ids=(100,)),
+        LogprobParams(token_ids=(1.5,)),  # type: ignore[arg-type]
+        LogprobParams(token_ids=("a",)),  # type: ignore[arg-type]
+        LogprobParams(top_k="a"),  # type: ignore[arg-type]
+        LogprobParams(top_k=1.5),  # type: ignore[arg-type]
+        LogprobParams(top_k=None),  # type: ignore[arg-type]
+        LogprobParams(prompt_start=0.5),  # type: ignore[arg-type]
     ],
 )
 def test_bad_logprob_requests(logprobs: LogprobParams) -> None:
     with pytest.raises(RequestError):
         settler().settle([1], [1, 2, 3], SamplingParams(), logprobs)
+
+
+def test_logprob_requests_as_people_pass_them() -> None:
+    params = LogprobParams(np.int64(0), np.int32(2), np.array([5, 7]))  # type: ignore[arg-type]
+    assert params == LogprobParams(prompt_start=0, top_k=2, token_ids=(5, 7))
+    assert LogprobParams(token_ids=[5]).token_ids == (5,)  # type: ignore[arg-type]
+    assert LogprobParams(token_ids=None).token_ids == ()  # type: ignore[arg-type]
+    with pytest.raises(RequestError):
+        LogprobParams(token_ids=1.5)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.sampling_params import SamplingParams, as_tuple, plain
 
 IntArray = npt.NDArray[np.int32]
 
@@ -27,6 +27,14 @@ class LogprobParams:
     prompt_start: int = -1
     top_k: int = 0
     token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Take lists, arrays and NumPy scalars; values are checked where the request is settled."""
+        if type(self.token_ids) is not tuple:
+            object.__setattr__(self, "token_ids", as_tuple("token_ids_logprob", self.token_ids))
+        for name in ("prompt_start", "top_k"):
+            if type(getattr(self, name)) is not int:
+                object.__setattr__(self, name, plain(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("stop", "stop_regex", "stop_token_ids"):
             value = getattr(self, name)
             if type(value) is not tuple:
-                msgspec.structs.force_setattr(self, name, _as_tuple(name, value))
+                msgspec.structs.force_setattr(self, name, as_tuple(name, value))
         if type(self.logit_bias) is not dict:
             msgspec.structs.force_setattr(self, "logit_bias", _as_dict("logit_bias", self.logit_bias))
         for name in _SCALARS:
@@ -90,26 +90,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def check(self, vocab_size: int) -> None:
         """Raise RequestError for any value out of range; `vocab_size` bounds token ids."""
         if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 0, None)
+            check_integer("max_new_tokens", self.max_new_tokens, 0, None)
         _number("temperature", self.temperature, 0.0, None)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise _bad("top_p", "must be in (0, 1], got 0")
-        _integer("top_k", self.top_k, -1, _MAX_INT32)
+        check_integer("top_k", self.top_k, -1, _MAX_INT32)
         if self.top_k == 0:
             raise _bad("top_k", "must be -1 (off) or at least 1, got 0")
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 2.0)
-        _integer("min_new_tokens", self.min_new_tokens, 0, None)
+        check_integer("min_new_tokens", self.min_new_tokens, 0, None)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise _bad(
                 "min_new_tokens", f"is {self.min_new_tokens}, above max_new_tokens {self.max_new_tokens}"
             )
-        _integer("n", self.n, 1, 1024)
+        check_integer("n", self.n, 1, 1024)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, f"must be true or false, got {getattr(self, name)!r}")
         if self.sampling_seed is not None:
-            _integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
+            check_integer("sampling_seed", self.sampling_seed, -(2**63), 2**63 - 1)
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise _bad("stop", "must be non-empty strings")
         if len(self.stop) > MAX_STOP_STRINGS or sum(map(len, self.stop)) > MAX_STOP_CHARS:
@@ -123,15 +126,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS // 2:
             raise _bad("stop_token_ids", f"may hold at most {MAX_STOP_TOKEN_IDS // 2} ids")
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, vocab_size - 1)
+            check_integer("stop_token_ids", token, 0, vocab_size - 1)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise _bad("logit_bias", f"may hold at most {MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, vocab_size - 1)
+            check_integer("logit_bias", token, 0, vocab_size - 1)
             _number("logit_bias", bias, -100.0, 100.0)
 
 
+_FLAGS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 _SCALARS = (
+    *_FLAGS,
     "max_new_tokens",
     "temperature",
     "top_p",
@@ -146,18 +151,19 @@ _SCALARS = (
 )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A NumPy scalar as Python's; anything else as it is."""
     return value.item() if hasattr(value, "dtype") and hasattr(value, "item") else value
 
 
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """What people naturally pass for a list, as a tuple of plain values; a RequestError for anything else."""
     if value is None:
         return ()
     if isinstance(value, str | int):
         return (value,)
     if isinstance(value, Iterable) and not isinstance(value, dict | bytes):
-        return tuple(_plain(item) for item in value)
+        return tuple(plain(item) for item in value)
     raise _bad(name, f"must be a list, got {value!r}")
 
 
@@ -165,7 +171,7 @@ def _as_dict(name: str, value: Any) -> dict[Any, Any]:
     if value is None:
         return {}
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     raise _bad(name, f"must map token ids to numbers, got {value!r}")
 
 
@@ -188,7 +194,8 @@ def _number(name: str, value: Any, low: float, high: float | None) -> None:
         raise _bad(name, f"must be {span}, got {value!r}")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> None:
+def check_integer(name: str, value: Any, low: int, high: int | None) -> None:
+    """Raise a RequestError naming the field unless `value` is an integer in [low, high] (None: endless)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise _bad(name, f"must be an integer, got {value!r}")
     if value < low or (high is not None and value > high):

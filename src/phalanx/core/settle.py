@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from phalanx.core.errors import RequestError
 from phalanx.core.request import EngineRequest, LogprobParams
-from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.sampling_params import SamplingParams, check_integer
 
 _SEED_MASK = 2**63 - 1
 
@@ -151,18 +151,12 @@ class Settler:
     def _check_logprobs(self, logprobs: LogprobParams | None, prompt_len: int) -> None:
         if logprobs is None:
             return
-        if not 0 <= logprobs.top_k <= min(self.vocab_size, 1024):
-            raise RequestError(
-                f"top_logprobs_num must be in [0, 1024], got {logprobs.top_k}", param="top_logprobs_num"
-            )
-        if not -1 <= logprobs.prompt_start < prompt_len:
+        check_integer("top_logprobs_num", logprobs.top_k, 0, min(self.vocab_size, 1024))
+        check_integer("logprob_start_len", logprobs.prompt_start, -1, None)
+        if logprobs.prompt_start >= prompt_len:
             raise RequestError(
                 f"logprob_start_len is {logprobs.prompt_start}, but the prompt has {prompt_len} tokens",
                 param="logprob_start_len",
             )
         for token in logprobs.token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.vocab_size} ids",
-                    param="token_ids_logprob",
-                )
+            check_integer("token_ids_logprob", token, 0, self.vocab_size - 1)

@@ -6,17 +6,19 @@ import argparse
 import gc
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from phalanx.config.cli import add_model_arguments
-from phalanx.core.errors import ConfigError, RequestError
+from phalanx.core.errors import ConfigError, EngineError, RequestError
 from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.settle import Settler
 from phalanx.runtime.build import build_worker
+from phalanx.runtime.interrupts import held_interrupts
 from phalanx.runtime.models import settle_settings
 from phalanx.runtime.outputs import Collector, RequestOutput
 from phalanx.runtime.process import tame_libraries
@@ -69,7 +71,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate. Calls from several threads run one after the other.
 
     Args:
         model: as `--model`: "smollm2", a folder, a .gguf file, a hub id, or a built-in shape with
@@ -117,6 +119,8 @@ class LLM:
             seed_source=self.settings.engine.random_seed,
             max_request_tokens=self.info["max_request_tokens"],
         )
+        self._lock = threading.Lock()
+        self._is_broken = False
 
     def generate(
         self,
@@ -128,6 +132,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; results come in the order of the prompts.
 
+        Ctrl-C ends the call when the step in flight has ended, and the next call finds everything free.
+
         Args:
             prompts: text, token ids, or a list of either.
             params: one for all prompts, or one per prompt; default SamplingParams().
@@ -136,22 +142,24 @@ class LLM:
 
         Raises:
             RequestError: a prompt or parameter is wrong; nothing has been run then.
+            EngineError: an earlier call was broken off in a way that this object cannot recover from.
         """
         if logprobs is not None and not isinstance(logprobs, LogprobParams):
             raise RequestError("logprobs must be LogprobParams", param="logprobs")
         texts, ids = self._tokenize(_as_list(prompts))
         samplings = _per_prompt(params, len(ids))
-        if self._detokenizer is None and any(s.stop for s in samplings):
+        if self._detokenizer is None and any(s.stop or s.stop_regex for s in samplings):
             raise RequestError(
                 "stop strings need a tokenizer, but skip_tokenizer_init was asked for", param="stop"
             )
-        gc_was_on = gc.isenabled()
-        gc.disable()  # a full collection takes 0.1 s with thousands of live requests and would stall a step
-        try:
-            return self._generate(texts, ids, samplings, logprobs, progress)
-        finally:
-            if gc_was_on:
-                gc.enable()
+        with self._lock, held_interrupts() as check_interrupts:
+            gc_was_on = gc.isenabled()
+            gc.disable()  # a full collection takes 0.1 s with thousands of live requests, and stalls a step
+            try:
+                return self._generate(texts, ids, samplings, logprobs, progress, check_interrupts)
+            finally:
+                if gc_was_on:
+                    gc.enable()
 
     def _generate(
         self,
@@ -160,20 +168,28 @@ class LLM:
         samplings: list[SamplingParams],
         logprobs: LogprobParams | None,
         progress: bool,
+        check_interrupts: Callable[[], None],
     ) -> list[RequestOutput]:
+        if self._is_broken:
+            raise EngineError("an earlier call was broken off within a step: make a new LLM")
         requests, owners = [], []
         for i, (prompt_ids, sampling) in enumerate(zip(ids, samplings, strict=True)):
+            if type(sampling.n) is not int:
+                sampling.check(self.settings.model.vocab_size)  # says so
             streams = range(len(owners), len(owners) + sampling.n)
             requests += self._settler.settle(streams, prompt_ids, sampling, logprobs)
             owners += [i] * sampling.n
-        collector = Collector([r.sampling for r in requests], self._detokenizer)
+        collector = Collector(
+            [r.sampling for r in requests], self._detokenizer, has_logprobs=logprobs is not None
+        )
+        self._is_broken = True
         try:
-            self._run(requests, collector, progress)
+            self._run(requests, collector, progress, check_interrupts)
         finally:
             self._worker.abort(collector.unfinished())
             self._worker.pending_outputs()
-            while self._worker.busy:
-                self._worker.step()
+            self._worker.drain()
+            self._is_broken = self._worker.busy  # of nothing: rows or steps were lost half way
         results = [
             RequestOutput(prompt=text, prompt_token_ids=_plain_list(prompt), outputs=[])
             for text, prompt in zip(texts, ids, strict=True)
@@ -194,6 +210,10 @@ class LLM:
         """Generate the next message of one conversation or many, through the model's chat template."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, but skip_tokenizer_init was asked for")
+        if not isinstance(messages, Sequence) or any(not isinstance(m, Sequence | dict) for m in messages):
+            raise RequestError(
+                "messages must be a list of objects, or a list of such lists", param="messages"
+            )
         many = [messages] if messages and isinstance(messages[0], dict) else messages
         return self.generate([self.tokenizer.apply_chat_template(list(m)) for m in many], params, **options)
 
@@ -201,7 +221,13 @@ class LLM:
         """Histograms of the host's time in each step so far: `runtime.step_times.StepTimes.snapshot`."""
         return self._worker.host_times()
 
-    def _run(self, requests: list[EngineRequest], collector: Collector, progress: bool) -> None:
+    def _run(
+        self,
+        requests: list[EngineRequest],
+        collector: Collector,
+        progress: bool,
+        check_interrupts: Callable[[], None],
+    ) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -219,12 +245,13 @@ class LLM:
                         self._worker.abort(stopped)
                         self._worker.pending_outputs()  # their ends: the collector knows them already
                 self._worker.sent()
+                check_interrupts()
                 if collector.num_finished != shown:
                     shown = collector.num_finished
                     bar.update(task, completed=shown)
 
     def _tokenize(self, prompts: list[Prompt]) -> tuple[list[str | None], list[Any]]:
-        texts = [p if isinstance(p, str) else None for p in prompts]
+        texts = [str(p) if isinstance(p, str) else None for p in prompts]  # not NumPy's kind of str
         wanted = [t for t in texts if t is not None]
         if wanted and self.tokenizer is None:
             raise RequestError("text prompts need a tokenizer, but skip_tokenizer_init was asked for")
@@ -253,6 +280,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
+    is_other = isinstance(prompts, Mapping | Set | bytes | bytearray) or not isinstance(prompts, Iterable)
+    if is_other or getattr(prompts, "ndim", 1) == 0:
+        raise RequestError(
+            f"prompts must be text, token ids, or a list of either, got {type(prompts).__name__}",
+            param="prompts",
+        )
     prompts = list(prompts)  # type: ignore[arg-type]
     if not prompts:
         raise RequestError("no prompt was given", param="prompts")

@@ -50,17 +50,28 @@ class RequestOutput:
 class Collector:
     """Collects streams 0 .. len(samplings)-1 until all have ended.
 
-    Streams with stop strings are read token by token, since the text decides when they end; all others are
-    kept as arrays and cut apart once, at the end.
+    Streams with stop strings or expressions are read token by token, since the text decides when they end;
+    all others are kept as arrays and cut apart once, at the end.
+
+    Args:
+        samplings: of each stream.
+        detokenizer: None keeps ids alone.
+        has_logprobs: log-probabilities of output tokens were asked for.
+
+    Raises:
+        RequestError: an expression that cannot be used.
     """
 
-    def __init__(self, samplings: list[SamplingParams], detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self, samplings: list[SamplingParams], detokenizer: Detokenizer | None, *, has_logprobs: bool = False
+    ) -> None:
         self._samplings = samplings
+        self._has_logprobs = has_logprobs
         self._detokenizer = detokenizer
         self._by_text = {
             i: TextStream(detokenizer, sampling)
             for i, sampling in enumerate(samplings)
-            if sampling.stop and detokenizer is not None
+            if (sampling.stop or sampling.stop_regex) and detokenizer is not None
         }
         self._is_by_text = np.zeros(len(samplings), np.bool_)
         self._is_by_text[list(self._by_text)] = True
@@ -131,6 +142,10 @@ class Collector:
         """Prompt log-probabilities of a stream that asked for them."""
         return self._prompt_logprobs.get(stream, [])
 
+    def _logprobs_of(self, stream: int, num_tokens: int) -> list[PositionLogprobs] | None:
+        """Of the first num_tokens output tokens; None if nobody asked."""
+        return self._logprobs.get(stream, [])[:num_tokens] if self._has_logprobs else None
+
     def _ids_completion(self, stream: int, tokens: list[int], finish: Finish) -> Completion:
         """Without a tokenizer there is no text, and no stop string: every token counts."""
         matched = tokens[-1] if finish == Finish.STOP and tokens else None
@@ -139,7 +154,7 @@ class Collector:
             text=None,
             token_ids=tokens,
             finish_reason=_REASONS[finish] if matched is None else FinishReason("stop", matched),
-            logprobs=self._logprobs.get(stream),
+            logprobs=self._logprobs_of(stream, len(tokens)),
             error=self._errors.get(stream),
         )
 
@@ -151,12 +166,11 @@ class Collector:
         reason = text_stream.finish_reason
         assert reason is not None
         kept = list(text_stream.output_ids)
-        logprobs = self._logprobs.get(stream)
         return Completion(
             index=0,
             text=text_stream.output_text,
             token_ids=kept,
             finish_reason=reason,
-            logprobs=None if logprobs is None else logprobs[: len(kept)],
+            logprobs=self._logprobs_of(stream, len(kept)),
             error=self._errors.get(stream),
         )
