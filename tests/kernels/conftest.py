@@ -28,6 +28,7 @@ if INTERPRET:
         import phalanx.kernels.prefill_attention_triton
         import phalanx.kernels.rmsnorm_triton
         import phalanx.kernels.rope_triton
+        import phalanx.kernels.row_order_triton
         import phalanx.kernels.sample_triton
         import phalanx.kernels.silu_mul_triton
         import phalanx.kernels.step_prep_triton

@@ -15,7 +15,15 @@ from phalanx.kernels import (
     prefill_attention,
     reference,
 )
-from phalanx.kernels.decode_attention import MAX_SPLITS, SPLIT_TOKENS, default_splits
+from phalanx.kernels.decode_attention import (
+    MAX_SPLITS,
+    SPLIT_TOKENS,
+    check_config,
+    default_config,
+    default_splits,
+    piece_config,
+)
+from phalanx.kernels.decode_attention_long import PIECE_TOKENS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []  # compiled there, interpreted here
@@ -113,6 +121,33 @@ def test_any_rows_equal_the_loop(variant, lens, shape, page_size, seed):
 def test_model_shapes(variant, dtype, heads, head_dim):
     case = Case([1, 33], *heads, head_dim, page_size=16 if head_dim == 96 else 1, dtype=dtype)
     assert_near(*run(case, case.queries(2), variant))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(
+    ("tokens", "page_size"), [(16, 64), (64, 64), (64, 256), (128, 128), (128, 64), (128, 3), (128, 1)]
+)
+def test_wide_tiles_and_pages(tokens, page_size, num_splits):
+    """Of a tile within one page only the first slot is read. Rows end at tiles, pages, pieces, and beside."""
+    ends = (tokens, page_size, SPLIT_TOKENS, SPLIT_TOKENS + tokens)
+    case = Case([0, *(end + more for end in ends for more in (-1, 0, 1))], 4, 2, 16, page_size)
+    args = (case.queries(len(case.lens)), *case.pool(), case.rows, case.lens)
+    config = DecodeConfig(tokens=tokens, num_warps=4, ahead=True)
+    more = {"page_size": page_size, "order": longest_first(case.lens), "num_splits": num_splits}
+    got = decode_attention(*args, config=config, backend="triton", **more)
+    assert_near(got, reference.decode_attention(*args, page_size=page_size))
+
+
+@pytest.mark.parametrize("head_dim", [1, 16, 32, 64, 80, 128, 256, 512])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_default_configurations_are_possible(head_dim, itemsize):
+    found = {default_config(programs, head_dim, itemsize) for programs in (8, 1536, 1537, 8192, 8193, 10**6)}
+    assert len(found) == 3 and piece_config(head_dim) in found
+    for config in found:
+        check_config(config)
+        assert SPLIT_TOKENS % config.tokens == 0  # else pieces of split rows would be rounded up
+        assert config.tokens == 16 or config.tokens * head_dim * itemsize <= 16384
+    assert PIECE_TOKENS % piece_config(head_dim).tokens == 0
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "torch"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.kernels import decode_attention, find_long_rows, reference
+from phalanx.attention import triton as attention
+from phalanx.kernels import decode_attention, find_long_rows, longest_first, reference
 from phalanx.kernels import decode_attention_long as module
 from phalanx.kernels.decode_attention import default_long_tokens
 from tests.kernels.test_decode_attention import DEVICE, Case, assert_near, one_thread
@@ -118,6 +122,30 @@ def test_model_shapes(dtype, heads, head_dim):
     assert long_rows is not None and long_rows.counts.tolist() == [44, 1]
     got = decode_attention(*args, long_rows=long_rows, backend="triton")
     assert_near(got, reference.decode_attention(*args))
+
+
+def test_the_engine_begins_longest_first_what_is_not_cut(monkeypatch):
+    """A step's state; without a device `begin` is told that there is one."""
+    cut = partial(find_long_rows, times_mean=2, piece_tokens=16, backend="triton")
+    monkeypatch.setattr(attention, "find_long_rows", cut)
+    monkeypatch.setattr(attention, "longest_first", partial(longest_first, backend="triton"))
+    monkeypatch.setattr(attention, "default_long_tokens", lambda *args: 64)
+    case = Case([3, 300, 40, 0, 41, 40], 4, 2, 16)
+    table = SimpleNamespace(is_cuda=True, shape=case.table.shape)
+    decode = SimpleNamespace(seq_lens=case.lens)
+    batch = SimpleNamespace(decode=decode, req_to_token=table, num_decode=len(case.lens))
+    backend, pool = attention.TritonAttention(SimpleNamespace(head_dim=16)), SimpleNamespace(k=[case.k])
+    state = backend.begin(batch, pool)
+    assert state.long_rows is not None and state.long_rows.counts.tolist() == [19, 1]
+    assert state.order is not None and state.order.tolist() == [4, 2, 5, 0, 1, 3]
+    args = (case.queries(len(case.lens)), *case.pool(), case.rows, case.lens)
+    for num_splits in (1, 2):
+        out = torch.full(args[0].shape, torch.nan, device=DEVICE)
+        more = {"order": state.order, "long_rows": state.long_rows, "num_splits": num_splits, "out": out}
+        got = decode_attention(*args, backend="triton", **more)
+        assert_near(got, reference.decode_attention(*args))
+    monkeypatch.setattr(attention, "MAX_ORDERED", len(case.lens) - 1)
+    assert backend.begin(batch, pool).order is None
 
 
 def test_nothing_is_launched_where_no_row_can_be_long():

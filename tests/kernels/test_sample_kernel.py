@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.core.step import Finish
 from phalanx.kernels import sample, sample_workspace_size
-from phalanx.kernels.sample import CHUNK, DRAW_BLOCK
+from phalanx.kernels.sample import CHUNK, DRAW_BLOCK, sums_start
 from phalanx.sampling import choose
 from phalanx.sampling.reference import reference_sample
 
@@ -195,6 +195,14 @@ def test_extreme_temperatures(backend):
     table.temperature[2] = 1e-5
     cold, _ = table.sample(logits, torch.arange(3), torch.zeros(3, dtype=torch.int64), backend)
     assert tokens[2] != cold[2]
+
+
+@pytest.mark.parametrize("bs", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("vocab_size", [1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
+def test_maxima_and_sums_lie_apart_and_aligned(bs, vocab_size):
+    start, end = sums_start(bs, vocab_size), sample_workspace_size(bs, vocab_size)
+    assert start % 4 == 0  # of fp32: 16 bytes
+    assert start >= bs * -(-vocab_size // CHUNK) and end - start == bs * -(-vocab_size // DRAW_BLOCK)
 
 
 def test_bad_arguments_are_named():
