@@ -596,8 +596,9 @@ def test_log_probabilities_that_fail_end_the_requests_of_their_step_alone(models
 
 
 def test_sizes_and_shapes_of_padding_prompts() -> None:
-    assert prompt_sizes(8192) == [128, 256, 512, 1024, 2048, 4096, 8192]
-    assert prompt_sizes(300) == [128, 256, 300] and prompt_sizes(1) == [1] and prompt_sizes(128) == [128]
+    assert prompt_sizes(8192) == [1 << n for n in range(14)]
+    assert prompt_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert prompt_sizes(4) == [1, 2, 4] and prompt_sizes(1) == [1]
     plan = padding_prompts(300, 128)
     assert plan.prefill.lens.tolist() == [128, 128, 44] and plan.prefill.is_last.tolist() == [0, 0, 1]
     assert len(plan.prefill.input_ids) == len(plan.prefill.slots) == 300 and not plan.prefill.slots.any()

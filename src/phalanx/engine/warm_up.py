@@ -32,7 +32,7 @@ def most_prompt_tokens(config: SchedulerConfig, num_slots: int) -> int:
 
 def prompt_sizes(limit: int) -> list[int]:
     """Prompt tokens of the steps to try before the first request: powers of two, and the limit itself."""
-    sizes = [1 << n for n in range(7, limit.bit_length()) if 1 << n < limit]
+    sizes = [1 << n for n in range(limit.bit_length()) if 1 << n < limit]
     return [*sizes, limit]
 
 
