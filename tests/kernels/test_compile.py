@@ -1,5 +1,7 @@
 """The model kernels compile for a Hopper GPU on any machine: the interpreter is laxer than the compiler.
 
+Those of attention also for a card with the least shared memory, into which their tiles must fit.
+
 Compiled in a process of its own, without the interpreter; no device is needed to get machine code.
 """
 
@@ -32,15 +34,18 @@ TYPES |= dict.fromkeys("short_lens lanes first_piece order".split(), "*i32")
 TYPES |= dict.fromkeys("partial cache peaks sums temperature".split(), "*fp32")
 TYPES |= {"finish": "*u8", "scale": "fp32", "eps": "fp32"}
 
-def check(kernel, absent="", warps=4, **consts):
+SMALL = 89, 99 * 1024  # a card with little shared memory, and what a program can have there
+
+def check(kernel, absent="", warps=4, card=(90, 227 * 1024), **consts):
     consts |= dict.fromkeys(absent.split())
     names = kernel.arg_names
     signature = {n: "constexpr" if n in consts else TYPES.get(n, "i32") for n in names}
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith("stride")]
     attrs = {(i,): [["tt.divisibility", 16]] for i in aligned if names[i] not in consts}
     source = ASTSource(kernel, signature, consts, attrs)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    made = triton.compile(source, target=GPUTarget("cuda", card[0], 32), options={"num_warps": warps})
     assert made.asm["cubin"]
+    assert made.metadata.shared <= card[1], (kernel.__name__, consts, made.metadata.shared)
     print(kernel.__name__, consts)
 
 attention = dict(KV_HEADS=8, DIM=128, DIM_BLOCK=128, SPLIT_TOKENS=256, UPCAST=False)
@@ -51,6 +56,12 @@ for programs, group, page, split in CASES:
     attention |= dict(TOKENS=config.tokens, STAGES=config.num_stages, AHEAD=config.ahead)
     check(decode_attention_triton.attend_rows, absent, config.num_warps, GROUP=group, GROUP_BLOCK=16,
           PAGE=page, ORDERED=split, SPLIT=split, **attention)
+for programs in (8, 4096):
+    config = default_config(programs, 256, 2)
+    wide = attention | dict(DIM=256, DIM_BLOCK=256)
+    wide |= dict(TOKENS=config.tokens, STAGES=config.num_stages, AHEAD=config.ahead)
+    check(decode_attention_triton.attend_rows, "partial", config.num_warps, SMALL, GROUP=4, GROUP_BLOCK=16,
+          PAGE=16, ORDERED=True, SPLIT=False, **wide)
 check(row_order_triton.rank_rows, ROWS=32, OTHERS=256)
 long = decode_attention_long_triton
 check(long.find_rows, PIECE=512, MAX_ROWS=256, BLOCK=8192, warps=8)
@@ -62,7 +73,9 @@ check(decode_attention_triton.merge_pieces, Q_HEADS=32, DIM=80, DIM_BLOCK=128, T
       SPLITS_BLOCK=16)
 for queries, group, page in [(64, 4, 1), (16, 7, 16)]:
     check(prefill_attention_triton.attend_chunks, GROUP=group, KV_HEADS=8, DIM=80, DIM_BLOCK=128, PAGE=page,
-          QUERIES=queries, TOKENS=64, STAGES=3, UPCAST=False)
+          QUERIES=queries, TOKENS=64, STAGES=prefill_attention_triton.NUM_STAGES, UPCAST=False)
+check(prefill_attention_triton.attend_chunks, card=SMALL, GROUP=4, KV_HEADS=8, DIM=128, DIM_BLOCK=128,
+      PAGE=16, QUERIES=64, TOKENS=64, STAGES=prefill_attention_triton.NUM_STAGES, UPCAST=False)
 check(rmsnorm_triton.norm_rows, HIDDEN=1000, BLOCK=1024, ADD=True)
 check(rmsnorm_triton.norm_rows, "residual", HIDDEN=4096, BLOCK=4096, ADD=False, warps=8)
 check(silu_mul_triton.silu_mul_block, SIZE=3000, BLOCK=1024)
