@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Iterable
 
@@ -57,7 +60,10 @@ def _bench(argv: list[str]) -> int:
 
 
 def _run(module: object, prog: str, argv: list[str]) -> int:
-    """Run a module's add_arguments/run pair; a PhalanxError becomes one line and exit code 2."""
+    """Run a module's add_arguments/run pair; a PhalanxError becomes one line and exit code 2.
+
+    So does a full disk, with exit code 1; a reader that has left (`| head`) has seen enough: no line.
+    """
     from phalanx.config.cli import OneLineParser
     from phalanx.core.errors import PhalanxError
 
@@ -65,13 +71,28 @@ def _run(module: object, prog: str, argv: list[str]) -> int:
     module.add_arguments(parser)  # type: ignore[attr-defined]
     args = parser.parse_args(argv)
     try:
-        return int(module.run(args))  # type: ignore[attr-defined]
+        code = int(module.run(args))  # type: ignore[attr-defined]
+        sys.stdout.flush()  # here, where an error can still be told
+        return code
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("phalanx: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        if error.errno != errno.EPIPE:
+            print(f"phalanx: error: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Let what is left in the buffer of standard output go nowhere, or Python would fail on it at its end."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stand-in for it has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:

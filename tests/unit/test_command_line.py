@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from phalanx.cli import main
@@ -44,3 +50,40 @@ def test_generate_says_what_ends_at_a_limit(capsys) -> None:
     assert err.startswith("phalanx: 2 of 3 texts stopped at --max-new-tokens 8")
     _say_what_was_cut([full, whole], 8)
     assert capsys.readouterr().err == "phalanx: 1 of 2 texts filled the context\n"
+
+
+GENERATE = ["generate", "--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu"]
+SHORT = ["--context-length", "64", "--max-total-tokens", "1024", "--max-new-tokens", "1", "--json"]
+
+
+@pytest.mark.parametrize("source", ["file", "-"])
+def test_prompts_are_lines_and_nothing_else_ends_one(source, tmp_path, capsys, monkeypatch) -> None:
+    data = "a b\r\n\nc\u2028d\x0ce\nf".encode()
+    path = tmp_path / "prompts"
+    path.write_bytes(data)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert main([*GENERATE, *SHORT, "--file", str(path) if source == "file" else "-"]) == 0
+    found = [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()]
+    assert found == ["a b", "c\u2028d\x0ce", "f"]
+
+
+def test_a_file_of_prompts_that_is_no_text_is_refused_in_one_line(tmp_path, capsys) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes(b"abc\n\xff\n")
+    assert main([*GENERATE, "--file", str(path)]) == 2
+    assert capsys.readouterr().err == f"phalanx: error: cannot read {path}: byte 4 is not UTF-8\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+@pytest.mark.parametrize("is_full", [True, False])
+def test_output_that_cannot_be_written(is_full) -> None:
+    """A full disk is one line; a reader that has left is none."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "phalanx", *GENERATE, *SHORT, "a"]
+    with open("/dev/full" if is_full else write_end, "wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300)
+    if is_full:
+        os.close(write_end)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert ("phalanx: error: cannot write: No space left on device\n" in done.stderr) == is_full

@@ -110,6 +110,7 @@ def test_what_one_setting_makes_of_another_is_said(flags: str, hardware: Hardwar
         ({"max_prefill_tokens": None}, "max_prefill_tokens must be of type int, got None"),
         ({"mem_fraction_static": "0.5"}, "mem_fraction_static must be of type float"),
         ({"disable_cuda_graph": "no"}, "disable_cuda_graph must be of type bool, got 'no'"),
+        ({"max_queued_requests": 5}, "max_queued_requests is a server's"),
         ({"dtype": "int8"}, "dtype must be one of auto, bfloat16"),
         ({"attention_backend": "fast"}, "attention_backend must be one of auto, flashinfer"),
         ({"kv_indices_backend": "fast"}, "kv_indices_backend must be one of naive, torch"),

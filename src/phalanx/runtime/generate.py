@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     """Generate and print, in the order of the prompts."""
     prompts = list(args.prompts)
     if args.file:
-        text = sys.stdin.read() if args.file == "-" else _read(args.file)
-        prompts += [line for line in text.splitlines() if line]
+        lines = _read(args.file).replace("\r\n", "\n").split("\n")  # not splitlines: U+2028 ends no line
+        prompts += [line for line in lines if line]
     if not prompts:
         raise ConfigError("no prompt: name some, or give --file")
     from phalanx.runtime.llm import LLM, model_options
@@ -91,6 +91,9 @@ def _say_what_was_cut(completions: list[Completion], max_new_tokens: int) -> Non
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: byte {error.start} is not UTF-8") from error

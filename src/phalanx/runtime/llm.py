@@ -94,6 +94,8 @@ class LLM:
         progress: bool = True,
         **options: Any,
     ) -> None:
+        if options.get("max_queued_requests") is not None:
+            raise ConfigError("max_queued_requests is a server's: here all prompts are handed over at once")
         self.settings = settle_settings(_arguments(os.fspath(model), options))
         for line in self.settings.choices:
             logger.info("%s", line)
