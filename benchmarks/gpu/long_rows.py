@@ -47,10 +47,11 @@ def main() -> int:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     results = args.folder / "long_rows.jsonl"
-    for part in args.parts.split(","):
+    for name in args.parts.split(","):
+        part = f"kernel {args.models}" if name == "kernel" else name
         if part in {record["part"] for record in read(results)}:
             continue
-        run = {"kernel": kernel, "step": step}[part]
+        run = {"kernel": kernel, "step": step}[name]
         record = {"part": part, **device_facts(), **run(args)}
         add(results, record)
     return 0

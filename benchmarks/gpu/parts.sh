@@ -3,8 +3,9 @@
 # usage: benchmarks/gpu/parts.sh OUTPUT_FOLDER [PART...]   (from the repository's root)
 # numbers: offline-MODEL, offline-MODEL-mixed and -flashinfer (throughput, steady decode, linears alone),
 #   seed-MODEL, ordinary-default, ordinary-baseline, http-MODEL-seed and -graphs, decode-shapes, long-rows.
-# correctness: tests (a few minutes), wide (4096 rows, 10,000 requests), heads (head dims, FlashInfer refuses
-#   some), smollm2 (must have been pulled), memcheck and memcheck-eager (a server under compute-sanitizer).
+# correctness: tests-kernels, tests-models, wide (4096 rows, 10,000 requests), heads (head dims, FlashInfer
+#   refuses some), smollm2 (must have been pulled), memcheck and memcheck-eager (a server under
+#   compute-sanitizer).
 # profiles: profile-MODEL, -mixed and -eager.
 # Default: all of them. MODEL is llama-3-8b or qwen3-0.6b. A part that ended well leaves PART.ok and is not run
 # again; its log is PART.log, its numbers are added to .jsonl files. PYTHON picks the interpreter, REPEATS (3) the
@@ -21,16 +22,18 @@ repeats="--repeats ${REPEATS:-3}"
 numbers=(offline-{llama-3-8b,qwen3-0.6b} ordinary-{default,baseline} seed-{llama-3-8b,qwen3-0.6b}
   offline-qwen3-0.6b-{flashinfer,mixed} offline-llama-3-8b-mixed
   http-{llama-3-8b,qwen3-0.6b}-{graphs,seed} decode-shapes long-rows)
-correctness=(tests wide heads smollm2 memcheck memcheck-eager)
+correctness=(tests-kernels tests-models wide heads smollm2 memcheck memcheck-eager)
 profiles=(profile-{qwen3-0.6b,llama-3-8b} profile-qwen3-0.6b-{mixed,eager})
+
+run() { timeout 480 "$python" "$@"; }
 
 bench() { # SCRIPT ARGUMENTS...
   local script=$1
   shift
-  timeout 480 "$python" "benchmarks/gpu/$script.py" "$out" "$@"
+  run "benchmarks/gpu/$script.py" "$out" "$@"
 }
 
-tests() { "$python" -m pytest -q -s -m gpu -p no:cacheprovider -W default --durations=5 "$@"; }
+tests() { run -m pytest -q -s -m gpu -p no:cacheprovider -W default --durations=5 "$@"; }
 
 offline() { # MODEL:BACKEND[:FLAG]
   # shellcheck disable=SC2086
@@ -40,7 +43,7 @@ offline() { # MODEL:BACKEND[:FLAG]
 profile() { # MODEL FLAGS...
   local model=$1
   shift
-  "$python" -m phalanx profile --model "$model" --load-format dummy --context-length 4096 --random-seed 0 \
+  run -m phalanx profile --model "$model" --load-format dummy --context-length 4096 --random-seed 0 \
     --max-running-requests 4096 --output "$out/$part.json.gz" "$@"
 }
 
@@ -58,14 +61,16 @@ run_part() {
     http-*) bench http_serving --models "${name%-*}" --modes "${name##*-}" $repeats ;;
     decode-shapes) bench decode_shapes ;;
     long-rows) bench long_rows ;;
-    tests) tests tests ;;
+    tests-kernels) tests tests/kernels ;;
+    # The others that are for a GPU are parts of their own.
+    tests-models) tests tests/models/test_{cuda_engine,first_use,weights}.py ;;
     wide) tests tests/models/test_gpu_wide.py ;;
     heads) tests tests/models/test_cuda_engine.py -k "logits_are_as_near" ;;
     smollm2) tests tests/models/test_gpu_smollm2.py ;;
-    memcheck) "$python" benchmarks/gpu/server_memcheck.py "$out" ;;
+    memcheck) run benchmarks/gpu/server_memcheck.py "$out" ;;
     # Every tensor is an allocation of its own then, so that a byte past its end is seen.
     memcheck-eager)
-      PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$python" benchmarks/gpu/server_memcheck.py "$out/eager" \
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 run benchmarks/gpu/server_memcheck.py "$out/eager" \
         --disable-cuda-graph --max-running-requests 8
       ;;
     profile-*-mixed) profile "${name%-mixed}" --num-prompts 16000 --random-output-len 128 --warm-up-steps 100 ;;

@@ -74,8 +74,10 @@ check(decode_attention_triton.merge_pieces, Q_HEADS=32, DIM=80, DIM_BLOCK=128, T
 for queries, group, page in [(64, 4, 1), (16, 7, 16)]:
     check(prefill_attention_triton.attend_chunks, GROUP=group, KV_HEADS=8, DIM=80, DIM_BLOCK=128, PAGE=page,
           QUERIES=queries, TOKENS=64, STAGES=prefill_attention_triton.NUM_STAGES, UPCAST=False)
-check(prefill_attention_triton.attend_chunks, card=SMALL, GROUP=4, KV_HEADS=8, DIM=128, DIM_BLOCK=128,
-      PAGE=16, QUERIES=64, TOKENS=64, STAGES=prefill_attention_triton.NUM_STAGES, UPCAST=False)
+for dim in (128, 256):
+    check(prefill_attention_triton.attend_chunks, card=SMALL, GROUP=4, KV_HEADS=8, DIM=dim, DIM_BLOCK=dim,
+          PAGE=16, QUERIES=64, TOKENS=prefill_attention_triton.key_tile(dim, 2),
+          STAGES=prefill_attention_triton.NUM_STAGES, UPCAST=False)
 check(rmsnorm_triton.norm_rows, HIDDEN=1000, BLOCK=1024, ADD=True)
 check(rmsnorm_triton.norm_rows, "residual", HIDDEN=4096, BLOCK=4096, ADD=False, warps=8)
 check(silu_mul_triton.silu_mul_block, SIZE=3000, BLOCK=1024)

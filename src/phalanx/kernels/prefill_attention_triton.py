@@ -12,7 +12,7 @@ from phalanx.kernels.decode_attention_triton import interpreted, token_slots
 from phalanx.kernels.kv_indices_triton import device_guard
 
 QUERIES = 64  # rows of the query tile, at most: (token, query head of the group) pairs
-TOKENS = 64  # K and V rows at a time
+TOKENS = 64  # K and V rows at a time, at most
 NUM_WARPS = 4
 NUM_STAGES = 3  # against 2, on an H200: 1.2 to 1.4 times as fast from 512 tokens on, 2 us slower at 16
 _MOST_WARPS = {16: 2, 32: 4, 64: 4}  # of the tile of short prompts
@@ -104,6 +104,11 @@ def query_tile(max_chunk_len: int, group: int) -> int:
     return min(QUERIES, max(16, triton.next_power_of_2(max_chunk_len * group)))
 
 
+def key_tile(head_dim: int, itemsize: int) -> int:
+    """K and V rows at a time: fp32 tiles of 64 spill registers, wide ones are more than some cards hold."""
+    return TOKENS if itemsize == 2 and head_dim <= 128 else TOKENS // 2
+
+
 def attend(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -145,7 +150,7 @@ def attend(
             DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
             PAGE=page_size,
             QUERIES=queries,
-            TOKENS=TOKENS if q.itemsize == 2 else TOKENS // 2,  # fp32 tiles of 64 spill registers
+            TOKENS=key_tile(head_dim, q.itemsize),
             STAGES=NUM_STAGES,
             UPCAST=interpreted(attend_chunks),
             num_warps=min(NUM_WARPS, _MOST_WARPS.get(queries, 8)),
