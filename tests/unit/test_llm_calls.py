@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +12,6 @@ import numpy as np
 import pytest
 
 from phalanx import LLM, EngineError, LogprobParams, RequestError, SamplingParams
-from phalanx.core.step import StepPlan
-from phalanx.engine.engine import StepHandle
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
 
@@ -169,22 +168,38 @@ def test_the_third_ctrl_c_raises_at_once_and_the_next_call_says_what_it_did(
         run(llm, [[5]])
 
 
-def test_a_call_that_breaks_within_a_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+PLACES = [
+    "_worker._engine.launch",
+    "_worker.scheduler.pages.release",
+    "_worker.scheduler.pages.allocator.alloc",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_call_that_breaks_within_a_step_ends(
+    monkeypatch: pytest.MonkeyPatch, place: str, is_before: bool
+) -> None:
     """What is lost half way is said, not waited for."""
     llm = make()
-    num_plans = 0
+    path, name = place.rsplit(".", 1)
+    owner = operator.attrgetter(path)(llm)
+    inner = getattr(owner, name)
+    num_calls = 0
 
-    def launch(plan: StepPlan) -> StepHandle:
-        nonlocal num_plans
-        num_plans += 1
-        if num_plans == 3:
+    def method(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3 and is_before:
             raise RuntimeError("the device is gone")
-        return inner(plan)
+        result = inner(*args)
+        if num_calls == 3:
+            raise RuntimeError("the device is gone")
+        return result
 
-    inner = llm._worker._engine.launch
-    monkeypatch.setattr(llm._worker._engine, "launch", launch)
+    monkeypatch.setattr(owner, name, method)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        run(llm, [[5], [6]])
+        run(llm, [[5 + i] for i in range(20)])
     with pytest.raises(EngineError, match="make a new LLM"):
         run(llm, [[5]])
 

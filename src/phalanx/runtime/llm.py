@@ -188,10 +188,7 @@ class LLM:
         try:
             self._run(requests, collector, progress, check_interrupts)
         finally:
-            self._worker.abort(collector.unfinished())
-            self._worker.pending_outputs()
-            self._worker.drain()
-            self._is_broken = self._worker.busy  # of nothing: rows or steps were lost half way
+            self._is_broken = not self._end(collector.unfinished())
         results = [
             RequestOutput(prompt=text, prompt_token_ids=_plain_list(prompt), outputs=[])
             for text, prompt in zip(texts, ids, strict=True)
@@ -251,6 +248,24 @@ class LLM:
                 if collector.num_finished != shown:
                     shown = collector.num_finished
                     bar.update(task, completed=shown)
+
+    def _end(self, unfinished: list[int]) -> bool:
+        """End these streams and the steps in flight.
+
+        False if rows, pages or steps were lost half way: nothing can run again. Raises no error: the one that
+        is on its way says more.
+        """
+        worker = self._worker
+        try:
+            worker.abort(unfinished)
+            worker.pending_outputs()
+            worker.drain()
+            if unfinished:
+                worker.scheduler.check()  # reads the whole pool
+        except Exception:
+            logger.exception("what was broken off cannot be ended")
+            return False
+        return not worker.busy
 
     def _tokenize(self, prompts: list[Prompt]) -> tuple[list[str | None], list[Any]]:
         texts = [str(p) if isinstance(p, str) else None for p in prompts]  # not NumPy's kind of str
