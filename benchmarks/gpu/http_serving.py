@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped as well
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", default="llama-3-8b,qwen3-0.6b")

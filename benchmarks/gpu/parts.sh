@@ -8,13 +8,12 @@
 #   compute-sanitizer).
 # profiles: profile-MODEL, -mixed and -eager.
 # Default: all of them. MODEL is llama-3-8b or qwen3-0.6b. A part that ended well leaves PART.ok and is not run
-# again; its log is PART.log, its numbers are added to .jsonl files. PYTHON picks the interpreter, REPEATS (3) the
-# runs of each number, TAIL (4) the lines of a log that are shown.
+# again; its log is PART.log, its numbers are added to .jsonl files. PYTHON picks the interpreter (.venv's if there
+# is one), REPEATS (3) the runs of each number, TAIL (4) the lines of a log that are shown.
 set -uo pipefail
 out=${1:?usage: $0 OUTPUT_FOLDER [PART...]}
 shift
-python=${PYTHON:-python3}
-mkdir -p "$out"
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 status=0
 repeats="--repeats ${REPEATS:-3}"
@@ -25,7 +24,20 @@ numbers=(offline-{llama-3-8b,qwen3-0.6b} ordinary-{default,baseline} seed-{llama
 correctness=(tests-kernels tests-models wide heads smollm2 memcheck memcheck-eager)
 profiles=(profile-{qwen3-0.6b,llama-3-8b} profile-qwen3-0.6b-{mixed,eager})
 
-run() { timeout 480 "$python" "$@"; }
+fail() { echo "$0: $1" >&2 && exit 2; }
+
+# In the background, so that a signal is heard at once; timeout passes it on to all that it started.
+run() {
+  timeout -k 30 480 "$python" "$@" &
+  child=$!
+  wait $child
+}
+
+stop() {
+  [[ -n ${child:-} ]] && kill -TERM "$child" 2>/dev/null && wait "$child"
+  exit 130
+}
+trap stop INT TERM
 
 bench() { # SCRIPT ARGUMENTS...
   local script=$1
@@ -33,7 +45,11 @@ bench() { # SCRIPT ARGUMENTS...
   run "benchmarks/gpu/$script.py" "$out" "$@"
 }
 
-tests() { run -m pytest -q -s -m gpu -p no:cacheprovider -W default --durations=5 "$@"; }
+# Nothing but skipped tests is no success.
+tests() {
+  run -m pytest -q -s -m gpu -p no:cacheprovider -W default -rs --durations=5 "$@" &&
+    grep -q ' passed' "$out/$part.log"
+}
 
 offline() { # MODEL:BACKEND[:FLAG]
   # shellcheck disable=SC2086
@@ -76,12 +92,17 @@ run_part() {
     profile-*-mixed) profile "${name%-mixed}" --num-prompts 16000 --random-output-len 128 --warm-up-steps 100 ;;
     profile-*-eager) profile "${name%-eager}" $steady --disable-cuda-graph --disable-overlap-schedule ;;
     profile-*) profile "$name" $steady ;;
-    *) echo "no such part: $1" && return 2 ;;
   esac
 }
 
 parts=("$@")
-((${#parts[@]})) || parts=("${numbers[@]}" "${correctness[@]}" "${profiles[@]}")
+all=("${numbers[@]}" "${correctness[@]}" "${profiles[@]}")
+((${#parts[@]})) || parts=("${all[@]}")
+for part in "${parts[@]}"; do
+  [[ " ${all[*]} " == *" $part "* ]] || fail "no such part: $part (there are ${all[*]})"
+done
+"$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || fail "these parts need a CUDA device"
+mkdir -p "$out"
 for part in "${parts[@]}"; do
   [[ -f $out/$part.ok ]] && continue
   start=$SECONDS
