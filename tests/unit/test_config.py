@@ -146,6 +146,7 @@ def test_attention_backends_on_a_gpu() -> None:
         ("--num-threads 0", "--num-threads"),
         ("--null-step-ms 5", "--device null"),
         ("--device null --null-step-ms 0", "--null-step-ms"),
+        ("--device null --mem-fraction-static 0.3", "--mem-fraction-static"),
         ("--device null --null-step-ms inf", "--null-step-ms"),
         ("--stream-interval 0", "--stream-interval"),
         ("--skip-tokenizer-init --chat-template {{messages}}", "--chat-template"),

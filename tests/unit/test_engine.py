@@ -27,7 +27,7 @@ from phalanx.engine import null
 from phalanx.engine.buckets import MixedShape, MixedShapes, bucket_of, decode_buckets, power_of_two_buckets
 from phalanx.engine.build import build_engine
 from phalanx.engine.engine import Engine
-from phalanx.engine.memory import count_pages
+from phalanx.engine.memory import check_memory, count_pages, weight_bytes
 from phalanx.engine.null import NullEngine, null_token_ids
 from phalanx.engine.plan_arrays import padded, plan_arrays
 from phalanx.engine.rows import grant_ring
@@ -480,6 +480,30 @@ def test_pool_sizing() -> None:
         pages(0.5, 4000, 100 * one_page, 90 * one_page)
     with pytest.raises(ConfigError, match="no memory is left"):
         pages(0.1, None, 100 * one_page, 90 * one_page)
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN_CONFIGS))
+def test_weights_are_counted_before_they_are_loaded(name: str) -> None:
+    config = msgspec.structs.replace(BUILTIN_CONFIGS[name], num_layers=2)
+    with torch.device("meta"):
+        decoder = Decoder(config, dtype=torch.bfloat16, device=torch.device("meta"))
+    targets = decoder._targets()
+    if config.tie_word_embeddings:
+        del targets["lm_head.weight"]
+    counted, real = weight_bytes(config, 2), sum(t.numel() * 2 for t in targets.values())
+    assert 0 <= real - counted <= 1e-4 * real  # the norms of heads, and biases
+
+
+def test_a_model_that_leaves_no_memory_is_refused_before_it_is_loaded() -> None:
+    chosen = settings(4)
+    size = weight_bytes(CONFIG, 4)
+    check_memory(chosen, 2 * size + 2)  # half of it is for weights and pool
+    with pytest.raises(ConfigError, match=r"weights of .* take .* --mem-fraction-static leaves 0\.5 "):
+        check_memory(chosen, 2 * size)
+    fixed = CacheConfig(page_size=4, max_total_tokens=64, mem_fraction_static=0.5, dtype="float32")
+    check_memory(settings(4, cache=fixed), size + 1)
+    with pytest.raises(ConfigError, match=r"are available$"):
+        check_memory(settings(4, cache=fixed), size)
 
 
 def test_null_engine_is_deterministic_and_keeps_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,7 @@ def test_what_one_setting_makes_of_another_is_said(flags: str, hardware: Hardwar
         ({"mem_fraction_static": "0.5"}, "mem_fraction_static must be of type float"),
         ({"disable_cuda_graph": "no"}, "disable_cuda_graph must be of type bool, got 'no'"),
         ({"max_queued_requests": 5}, "max_queued_requests is a server's"),
+        ({"skip_tokenizer_init": True, "chat_template": "x"}, "a chat_template needs a tokenizer"),
         ({"dtype": "int8"}, "dtype must be one of auto, bfloat16"),
         ({"attention_backend": "fast"}, "attention_backend must be one of auto, flashinfer"),
         ({"kv_indices_backend": "fast"}, "kv_indices_backend must be one of naive, torch"),
@@ -140,9 +141,10 @@ def test_options_as_people_pass_them(tmp_path: Path) -> None:
         progress=False,
         context_length=np.int64(64),
         page_size=None,
-        mem_fraction_static=np.float32(0.5),
+        null_step_ms=np.float32(0.5),
     )
-    assert llm.settings.scheduler.context_length == 64 and llm.settings.cache.page_size == 16
+    assert llm.settings.scheduler.context_length == 64 and llm.settings.engine.null_step_ms == 0.5
+    assert llm.settings.cache.page_size == 16
     with pytest.raises(Exception, match=str(tmp_path)):
         LLM(tmp_path)
 

@@ -153,9 +153,11 @@ def _cache(
             f"--max-total-tokens {args.max_total_tokens} holds not even one page of {page_size}"
         )
     fraction = args.mem_fraction_static
+    if fraction is not None and engine.device == "null":
+        raise ConfigError("--mem-fraction-static is not possible on null: no model takes memory there")
     if fraction is None:
         fraction = 0.5 if engine.device == "cpu" else 0.88
-        if args.max_total_tokens is None:
+        if args.max_total_tokens is None and engine.device != "null":
             log(f"mem_fraction_static = {fraction} (default on {engine.device})")
     if not 0 < fraction < 1:
         raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {fraction}")

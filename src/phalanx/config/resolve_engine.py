@@ -156,9 +156,10 @@ def settle_graphs(
         raise ConfigError(f"--cuda-graph-max-bs must be at least 1, got {wanted}")
     if engine.device != "cuda" or args.disable_cuda_graph or engine.attention_backend == "torch_native":
         if wanted is not None:
+            why = "--disable-cuda-graph" if args.disable_cuda_graph else engine.attention_backend
+            where = f"with {why}" if engine.device == "cuda" else f"on {engine.device}"
             raise ConfigError(
-                f"--cuda-graph-max-bs {wanted} is not possible: there are no CUDA graphs on {engine.device} "
-                f"with {'--disable-cuda-graph' if args.disable_cuda_graph else engine.attention_backend}"
+                f"--cuda-graph-max-bs {wanted} is not possible: there are no CUDA graphs {where}"
             )
         if engine.device != "cuda" and args.disable_cuda_graph:
             log(f"--disable-cuda-graph: so already on {engine.device}")

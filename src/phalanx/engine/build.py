@@ -14,7 +14,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.engine import Engine
 from phalanx.engine.launch_times import LaunchTimes
-from phalanx.engine.memory import DTYPES, available_bytes, count_pages
+from phalanx.engine.memory import DTYPES, available_bytes, check_memory, count_pages
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.weights import iter_dummy_weights, iter_weights
@@ -64,6 +64,7 @@ def _build(settings: Settings, progress: bool) -> BuiltEngine:
         torch.set_num_threads(settings.engine.num_threads)
     phases: dict[str, float] = {}
     before = available_bytes(device)
+    check_memory(settings, before)
     with torch.inference_mode():
         start = time.perf_counter()
         model = _load(settings, dtypes[settings.engine.dtype], device, progress)

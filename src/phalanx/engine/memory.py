@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from phalanx.config.groups import Settings
+from phalanx.config.groups import ModelConfig, Settings
 from phalanx.core.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,6 +33,32 @@ def _cgroup_available(root: Path) -> int:
         return unlimited
     # Cached file pages count as used, but the kernel drops them when memory is asked for.
     return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+def check_memory(settings: Settings, available: int) -> None:
+    """Raise ConfigError if weights alone leave no room for a page, before they are loaded.
+
+    available: bytes, before the weights are loaded.
+    """
+    cache = settings.cache
+    share = 1.0 if cache.max_total_tokens is not None else cache.mem_fraction_static
+    needed = weight_bytes(settings.model, DTYPES[settings.engine.dtype].itemsize)
+    if needed >= share * available:
+        where = f"{_gib(available)} are available"
+        if share < 1:
+            where += f", of which --mem-fraction-static leaves {share:g} to weights and pool"
+        raise ConfigError(
+            f"no memory is left for the KV pool: the weights of {settings.source.name} take {_gib(needed)} "
+            f"in {settings.engine.dtype}, and {where}"
+        )
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of a model's weights; of a tied embedding once. Biases and the norms of heads are left out."""
+    attention = config.hidden_size * 2 * (config.q_size + config.kv_size)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    tables = 1 if config.tie_word_embeddings else 2
+    return itemsize * (config.num_layers * layer + (tables * config.vocab_size + 1) * config.hidden_size)
 
 
 def count_pages(settings: Settings, *, available_at_start: int, available_now: int) -> int:

@@ -96,6 +96,8 @@ class LLM:
     ) -> None:
         if options.get("max_queued_requests") is not None:
             raise ConfigError("max_queued_requests is a server's: here all prompts are handed over at once")
+        if skip_tokenizer_init and options.get("chat_template") is not None:
+            raise ConfigError("a chat_template needs a tokenizer, and none is loaded: ids in, ids out")
         self.settings = settle_settings(_arguments(os.fspath(model), options))
         for line in self.settings.choices:
             logger.info("%s", line)
