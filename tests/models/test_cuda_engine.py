@@ -38,6 +38,7 @@ from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.dummy import BUILTIN_CONFIGS
 from phalanx.models.weights import iter_dummy_weights
+from phalanx.runtime.trial import run_trial
 from phalanx.runtime.worker import Worker
 from phalanx.scheduler.scheduler import Scheduler
 from tests.models.stand_in_cuda import stand_in
@@ -480,6 +481,15 @@ def test_loops_and_graphs_give_the_same_tokens(models, name: str, change: Change
     assert same_share(want, got) >= 0.97, name
     assert name == "eager" or sum(ends[s] == other_ends[s] for s in ends) >= 87
     assert len(ends) == 90 and all(tokens for tokens in want.values())
+
+
+def test_a_trial_leaves_nothing_behind(models) -> None:
+    chosen = settings(CONFIG)
+    requests = requests_of(40, seed=4, logprobs=True)
+    want = run_worker(chosen, models["bfloat16"], requests, 300)
+    engine = make_engine(chosen, models["bfloat16"], 300)
+    run_trial(engine, chosen, 300, engine.launch_times)
+    assert run_engine(engine, chosen, requests, 300) == want
 
 
 def test_alone_equals_in_a_batch(models) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from phalanx.config.groups import Settings
+from phalanx.runtime.trial import run_trial
 from phalanx.runtime.worker import StepEngine, Worker
 from phalanx.scheduler.scheduler import Scheduler
 
@@ -36,6 +38,10 @@ def build_worker(settings: Settings, *, progress: bool) -> tuple[Worker, dict[st
         built = build_engine(settings, progress=progress)
         engine, num_pages, phases = built.engine, built.num_pages, built.phases
         launch_times = built.launch_times
+        if settings.engine.device == "cuda":
+            start = time.perf_counter()
+            run_trial(engine, settings, num_pages, launch_times)
+            phases["trial"] = time.perf_counter() - start
     scheduler = Scheduler(settings.scheduler, num_pages=num_pages, page_size=page_size)
     pool_tokens = (num_pages - 1) * page_size
     context = settings.scheduler.context_length
