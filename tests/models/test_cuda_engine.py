@@ -581,14 +581,14 @@ def test_no_step_larger_than_can_be_is_tried(rows, chunk, max_prefill, num_slots
 def test_log_probabilities_that_fail_end_the_requests_of_their_step_alone(models) -> None:
     chosen = settings(CONFIG, rows=4)
     engine = make_engine(chosen, models["bfloat16"], 200)
-    read, failures = engine._read_logprobs, [torch.OutOfMemoryError("no memory")]
+    read, failures = engine._logprobs._read, [torch.OutOfMemoryError("no memory")]
 
     def once(*args: object) -> object:
         if failures:
             raise failures.pop()
         return read(*args)
 
-    engine._read_logprobs = once
+    engine._logprobs._read = once
     worker = Worker(Scheduler(chosen.scheduler, num_pages=200, page_size=4), engine, overlap=True)
     requests = requests_of(7, seed=5, max_new=6, logprobs=True)
     for request in requests:

@@ -15,15 +15,16 @@ import torch.nn.functional as F
 
 from phalanx.attention.base import AttentionBackend, ForwardBatch, PrefillPart
 from phalanx.config.groups import Settings
-from phalanx.core.step import Int32, LogprobPlan, StepPlan, TokenLogprobs
+from phalanx.core.step import StepPlan
 from phalanx.engine.batch import BatchBuilder, SentPlan, prefill_part
 from phalanx.engine.buckets import LONGEST_CHUNK, MixedShape, MixedShapes, bucket_of, decode_buckets
 from phalanx.engine.engine import Model
 from phalanx.engine.graphs import StepGraphs
 from phalanx.engine.launch_times import LaunchTimes
+from phalanx.engine.logprob_reader import LogprobReader
 from phalanx.engine.plan_arrays import HEADER
 from phalanx.engine.rows import DeviceRows, grant_ring
-from phalanx.engine.sampled import CudaHandle, FailedHandle, ReadLogprobs, Sampled
+from phalanx.engine.sampled import CudaHandle, FailedHandle, Sampled
 from phalanx.engine.warm_up import (
     LONGEST_TRIED,
     most_prompt_tokens,
@@ -35,7 +36,6 @@ from phalanx.engine.warm_up import (
 from phalanx.kernels import sample
 from phalanx.kernels.prefill_attention import tile_lengths
 from phalanx.kvcache.pool import KVPool
-from phalanx.sampling.logprobs import position_logprobs, prompt_logprobs
 from phalanx.sampling.rows import EAGER, SamplingRows
 from phalanx.sampling.sampler import Sampler
 from phalanx.sampling.tensors import to_device
@@ -93,7 +93,7 @@ class CudaEngine:
         lines = self._buckets[-1] + max((shape.chunks for shape in shapes), default=0)
         self._logits = torch.empty(lines, vocab_size, dtype=pool.k[0].dtype, device=device)
         self._stream = torch.cuda.Stream(device)
-        self._side = torch.cuda.Stream(device, priority=-1)  # log-probabilities: off the way of steps
+        self._logprobs = LogprobReader(model, device)
         self._graphs = StepGraphs()
         torch.cuda.synchronize(device)  # what was made on other streams is complete
 
@@ -201,7 +201,7 @@ class CudaEngine:
         else:
             sampled = self._decode(sent.decode)
         self._sample_eagerly(plan, sent, sampled)
-        return CudaHandle(plan, sampled, self._logprob_reader(plan, sampled))
+        return CudaHandle(plan, sampled, self._logprobs.of_step(plan, sampled))
 
     def _decode(self, inputs: torch.Tensor) -> Sampled:
         """A step of one bucket of decode rows. inputs: see `SentPlan.decode`."""
@@ -288,48 +288,6 @@ class CudaEngine:
             sampled.tokens.index_copy_(0, index, tokens)
             sampled.finish.index_copy_(0, index, finish)
             self._rows.store_sampled(sent.arrays["sample_rows"].index_select(0, index), tokens)
-
-    def _logprob_reader(self, plan: StepPlan, sampled: Sampled) -> ReadLogprobs | None:
-        """Keep what the step's log-probabilities need; they are computed when the step is read.
-
-        That runs on the side stream, beside the next step, whose result nobody has to wait for then.
-        """
-        wanted = plan.logprobs
-        if wanted is None:
-            return None
-        index = to_device(wanted.sample_index, torch.int64, self._device)
-        lines = sampled.logits.index_select(0, index)
-        hidden = None
-        if len(wanted.prompt_targets):
-            assert sampled.hidden is not None
-            hidden = sampled.hidden[len(plan.sample_rows) :]
-        kept = torch.cuda.Event()
-        kept.record()
-        return functools.partial(self._read_logprobs, wanted, lines, hidden, kept)
-
-    def _read_logprobs(
-        self,
-        wanted: LogprobPlan,
-        lines: torch.Tensor,
-        hidden: torch.Tensor | None,
-        kept: torch.cuda.Event,
-        tokens: Int32,
-    ) -> tuple[TokenLogprobs, TokenLogprobs | None]:
-        with torch.inference_mode(), torch.cuda.stream(self._side):
-            self._side.wait_event(kept)
-            lines.record_stream(self._side)
-            output = position_logprobs(
-                lambda start, stop: lines[start:stop],
-                wanted.sample_index,
-                tokens[wanted.sample_index],
-                wanted.top_k,
-                wanted.ids_indptr,
-                wanted.ids,
-            )
-            if hidden is None:
-                return output, None
-            hidden.record_stream(self._side)
-            return output, prompt_logprobs(hidden, self._model.logits, wanted)
 
 
 def _lengthened(lines: torch.Tensor, count: int) -> torch.Tensor:
