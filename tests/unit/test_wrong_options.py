@@ -53,6 +53,7 @@ def test_numbers_that_no_run_can_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr("phalanx.runtime.llm.build_worker")  # nothing is loaded before
     assert words in refusal(f"{command} {flags}", capsys)
     assert not list(tmp_path.iterdir())
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from phalanx.config.groups import Settings
     from phalanx.runtime.llm import LLM
 
 _MOST_PROMPTS = 10**7  # beyond it is a slip of the finger, and so would be the memory
@@ -58,11 +60,16 @@ def check_workload(args: argparse.Namespace, context_length: int | None = None) 
         )
 
 
-def load(args: argparse.Namespace) -> LLM:
-    """The model of a command line, without a tokenizer; what was settled and why goes to standard error."""
+def load(args: argparse.Namespace, check: Callable[[Settings], None]) -> LLM:
+    """The model of a command line, without a tokenizer; what was settled and why goes to standard error.
+
+    check: raises ConfigError for what these settings cannot run, before anything is loaded.
+    """
     from phalanx.runtime.llm import LLM, model_options
+    from phalanx.runtime.models import settle_settings
     from phalanx.runtime.process import start_up_log
 
+    check(settle_settings(args))
     with start_up_log():
         return LLM(args.model, skip_tokenizer_init=True, progress=sys.stderr.isatty(), **model_options(args))
 
@@ -112,8 +119,7 @@ def run(args: argparse.Namespace) -> int:
     from phalanx.runtime.step_times import difference, summary_ms
 
     show = sys.stderr.isatty()
-    llm = load(args)
-    check_workload(args, llm.settings.scheduler.context_length)
+    llm = load(args, lambda settings: check_workload(args, settings.scheduler.context_length))
     prompts, output_lens = draw_workload(
         args.num_prompts,
         args.random_input_len,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.cli import add_model_arguments
+from phalanx.config.groups import SchedulerConfig, Settings
 from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
 from phalanx.microbench.offline import check_workload, draw_workload, load
@@ -52,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trace the steps and print a table, then one JSON line."""
     path = _check(args)
-    llm = load(args)
-    if llm.settings.engine.device == "null":
-        raise ConfigError("--device null runs no model: there is nothing to profile (see bench host)")
+    llm = load(args, lambda settings: _check_settings(settings, args))
     was_enabled = gc.isenabled()
     gc.disable()  # as LLM.generate does
     try:
@@ -97,17 +96,13 @@ def start_requests(llm: Any, args: argparse.Namespace) -> int:
 
     Returns the number of streams, which have the ids 0, 1, 2, ...
 
-    Raises ConfigError if they cannot all decode at once, or would reach the context's end.
+    Raises ConfigError if the pool does not hold them all at once.
     """
-    settings, worker = llm.settings, llm._worker
-    check_workload(args, settings.scheduler.context_length)
-    ratio, vocab_size = args.random_range_ratio, settings.model.vocab_size
-    prompts, output_lens = draw_workload(
-        args.num_prompts, args.random_input_len, args.random_output_len or 1, ratio, vocab_size, args.seed
-    )
+    worker = llm._worker
+    prompts, output_lens = _workload(llm.settings, args)
     steady = args.random_output_len is None
     if steady:
-        output_lens = [_steady_output_len(llm, args, prompts)] * len(prompts)
+        _check_pool(llm, prompts, output_lens[0])
     for stream, (ids, output_len) in enumerate(zip(prompts, output_lens, strict=True)):
         params = SamplingParams(max_new_tokens=output_len, temperature=0.0, ignore_eos=True)
         for request in llm._settler.settle(range(stream, stream + 1), ids, params, None):
@@ -119,9 +114,29 @@ def start_requests(llm: Any, args: argparse.Namespace) -> int:
     return len(prompts)
 
 
-def _steady_output_len(llm: Any, args: argparse.Namespace, prompts: list[np.ndarray]) -> int:
+def _check_settings(settings: Settings, args: argparse.Namespace) -> None:
+    """Raise ConfigError for what cannot be profiled with these settings, before the model is loaded."""
+    if settings.engine.device == "null":
+        raise ConfigError("--device null runs no model: there is nothing to profile (see bench host)")
+    check_workload(args, settings.scheduler.context_length)
+    _workload(settings, args)
+
+
+def _workload(settings: Settings, args: argparse.Namespace) -> tuple[list[np.ndarray], list[int]]:
+    """Prompts and output lengths; in steady decode outputs that have not ended when the trace does."""
+    ratio, vocab_size = args.random_range_ratio, settings.model.vocab_size
+    prompts, output_lens = draw_workload(
+        args.num_prompts, args.random_input_len, args.random_output_len or 1, ratio, vocab_size, args.seed
+    )
+    if args.random_output_len is None:
+        output_lens = [_steady_output_len(settings.scheduler, args, prompts)] * len(prompts)
+    return prompts, output_lens
+
+
+def _steady_output_len(
+    scheduler: SchedulerConfig, args: argparse.Namespace, prompts: list[np.ndarray]
+) -> int:
     """Tokens that no request can have reached when the trace ends."""
-    scheduler, page_size = llm.settings.scheduler, llm.settings.cache.page_size
     num_tokens, longest = sum(map(len, prompts)), max(map(len, prompts))
     if len(prompts) > scheduler.max_running_requests:
         raise ConfigError(
@@ -137,17 +152,21 @@ def _steady_output_len(llm: Any, args: argparse.Namespace, prompts: list[np.ndar
     output_len: int = prefill_steps + args.warm_up_steps + 2 * (args.steps + _CUT) + 2
     if longest + output_len > scheduler.context_length:
         raise ConfigError(
-            f"a prompt of {longest} tokens and {output_len} steps pass the context of "
-            f"{scheduler.context_length}: lower --steps, --warm-up-steps or --random-input-len"
+            f"a prompt of {longest} tokens and {output_len} steps (--steps twice, timed and traced, and "
+            f"those before) pass the context of {scheduler.context_length}: lower --steps, --warm-up-steps "
+            "or --random-input-len"
         )
+    return output_len
+
+
+def _check_pool(llm: Any, prompts: list[np.ndarray], output_len: int) -> None:
+    page_size, pool = llm.settings.cache.page_size, llm.info["max_total_num_tokens"]
     needed = sum(-(-(len(p) + output_len) // page_size) for p in prompts) * page_size
-    pool = llm.info["max_total_num_tokens"]
     if needed > pool:
         raise ConfigError(
             f"{len(prompts)} requests need {needed} tokens of KV for their prompts and {output_len} steps, "
             f"but the pool holds {pool}: lower --num-prompts, --steps or --warm-up-steps"
         )
-    return output_len
 
 
 def profile_steps(llm: Any, args: argparse.Namespace, path: Path) -> dict[str, Any]:
