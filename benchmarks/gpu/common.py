@@ -23,6 +23,14 @@ def add(results: Path, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=file)
 
 
+def median_and_range(figures: list[float | None], form: str = ".4g") -> str:
+    """ "middle (lowest-highest)" of the figures that there are."""
+    found = [figure for figure in figures if figure is not None]
+    if not found:
+        return "-"
+    return f"{np.median(found):{form}} ({min(found):{form}}-{max(found):{form}})"
+
+
 def device_facts() -> dict[str, str]:
     import torch
     import triton

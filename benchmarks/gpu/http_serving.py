@@ -16,7 +16,6 @@ import json
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from common import add, read
+from common import add, median_and_range, read
 
 SEED_FLAGS = (
     "--trust-remote-code --context-length 4096 --max-running-requests 4096 --tensor-parallel-size 1 "
@@ -173,14 +172,14 @@ def print_table(records: list[dict[str, Any]]) -> None:
     )
     for key in dict.fromkeys((r["model"], r["mode"]) for r in records):
         runs = [r for r in records if (r["model"], r["mode"]) == key]
-        rates = sorted(r["request_throughput"] for r in runs)
+        rates = [r["request_throughput"] for r in runs]
         middle = sorted(runs, key=lambda r: r["request_throughput"])[len(runs) // 2]
         share = middle["server_cpu_share"]
         workers = "+".join(f"{value:.2f}" for name, value in share.items() if name != "engine")
         medians = [
             f"{middle[f'median_{name}_ms']:.0f}/{middle[f'p99_{name}_ms']:.0f}" for name in ("ttft", "itl")
         ]
-        rate = f"{statistics.median(rates):.1f} ({rates[0]:.1f}-{rates[-1]:.1f})"
+        rate = median_and_range(rates, ".1f")
         print(
             f"{key[0]} | {key[1]} | {rate} | {len(runs)} | "
             f"{' | '.join(medians)} | {share.get('engine', float('nan')):.2f} | {workers}"

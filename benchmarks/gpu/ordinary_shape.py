@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import add, device_facts, dummy_llm, read
+from common import add, device_facts, dummy_llm, median_and_range, read
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -213,7 +213,7 @@ def print_table(records: list[dict[str, Any]]) -> None:
             **{f"TTFT {p}, s": [run["ttft_ms"][p] / 1e3 for run in runs] for p in ("p50", "p99")},
             **{f"ITL {p}, ms": [run["itl_ms"][p] for run in runs] for p in ("p50", "p99")},
         }
-        shown = (f"{k} {np.median(v):.2f} ({min(v):.2f}-{max(v):.2f})" for k, v in figures.items())
+        shown = (f"{name} {median_and_range(column, '.2f')}" for name, column in figures.items())
         print(f"{variant}, {len(runs)} runs: {'; '.join(shown)}")
 
 

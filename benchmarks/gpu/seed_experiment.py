@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import add, device_facts, dummy_llm, read
+from common import add, device_facts, dummy_llm, median_and_range, read
 
 LOOPS = ("serial", "overlapped")
 BACKENDS = ("naive", "torch", "triton", "fused")
@@ -134,13 +134,6 @@ def print_table(records: list[dict[str, Any]]) -> None:
             columns.append([host[phase][figure] for host in record["host_ms"]])
         columns.append([record["step_ms"]])
         print(f"{record['variant']:<34}", *(f"{median_and_range(column):>22}" for column in columns))
-
-
-def median_and_range(figures: list[float | None]) -> str:
-    found = [figure for figure in figures if figure is not None]
-    if not found:
-        return "-"
-    return f"{np.median(found):.4g} ({min(found):.4g}-{max(found):.4g})"
 
 
 if __name__ == "__main__":

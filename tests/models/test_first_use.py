@@ -10,7 +10,7 @@ import torch
 
 from phalanx.engine.buckets import decode_buckets
 from phalanx.engine.sampled import CudaHandle, Sampled
-from phalanx.kernels.prefill_attention import tile_lengths
+from phalanx.engine.warm_up import prompt_sizes
 from phalanx.kernels.prefill_attention_triton import query_tile
 from phalanx.models.decoder import Decoder
 from phalanx.models.weights import iter_dummy_weights
@@ -53,9 +53,10 @@ def test_eager_steps_ask_for_logits_in_the_sizes_of_decode(decoder) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16])
-def test_prompts_that_are_tried_run_every_tile(group: int) -> None:
-    tiles = {query_tile(length, group) for length in range(1, 200)}
-    assert {query_tile(length, group) for length in tile_lengths(group)} == tiles
+@pytest.mark.parametrize("limit", [1, 3, 5, 9, 20, 40, 63, 200])
+def test_prompts_that_are_tried_run_every_tile(group: int, limit: int) -> None:
+    tiles = {query_tile(length, group) for length in range(1, limit + 1)}
+    assert {query_tile(length, group) for length in prompt_sizes(limit)} == tiles
 
 
 @pytest.mark.parametrize("lanes", [0, 1, 2, 3, 4, 5, 24])

@@ -34,7 +34,6 @@ from phalanx.engine.warm_up import (
     with_bar,
 )
 from phalanx.kernels import sample
-from phalanx.kernels.prefill_attention import tile_lengths
 from phalanx.kvcache.pool import KVPool
 from phalanx.sampling.rows import EAGER, SamplingRows
 from phalanx.sampling.sampler import Sampler
@@ -75,7 +74,6 @@ class CudaEngine:
         )
         self._sampling = SamplingRows(num_rows, vocab_size, scheduler.context_length, device)
         self._eager_sampler = Sampler(self._sampling)
-        self._tile_lengths = tile_lengths(settings.model.num_q_heads // settings.model.num_kv_heads)
         self._batches = BatchBuilder(
             self._rows,
             self._sampling,
@@ -111,21 +109,16 @@ class CudaEngine:
         sizes = prompt_sizes(self._most_prompt_tokens)
         steps += [functools.partial(self._try_prompts, size) for size in sizes[::-1]]
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for length in self._tile_lengths:
-                self._run_prompts(length)
             for step in with_bar(steps, title, progress):
                 step()
         pin_buffers(self._most_prompt_tokens)
         torch.cuda.synchronize(self._device)
         self._batches.clock.take()  # of no step
 
-    def _run_prompts(self, num_tokens: int) -> None:
-        plan = padding_prompts(num_tokens, min(LONGEST_TRIED, self._rows.max_context))
-        self._mixed(plan, self._batches.copy(plan))
-
     def _try_prompts(self, num_tokens: int) -> None:
+        plan = padding_prompts(num_tokens, min(LONGEST_TRIED, self._rows.max_context))
         try:
-            self._run_prompts(num_tokens)
+            self._mixed(plan, self._batches.copy(plan))
         except torch.OutOfMemoryError:
             logger.warning(
                 "a step of %d prompt tokens does not fit into the memory that is left: one of that size will "

@@ -31,7 +31,10 @@ def most_prompt_tokens(config: SchedulerConfig, num_slots: int) -> int:
 
 
 def prompt_sizes(limit: int) -> list[int]:
-    """Prompt tokens of the steps to try before the first request: powers of two, and the limit itself."""
+    """Prompt tokens of the steps to try before the first request: powers of two, and the limit itself.
+
+    Powers of two from 1 on run every tile of the prefill kernel, whatever the query heads of a KV head.
+    """
     sizes = [1 << n for n in range(limit.bit_length()) if 1 << n < limit]
     return [*sizes, limit]
 

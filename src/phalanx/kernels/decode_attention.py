@@ -19,8 +19,9 @@ SPLIT_TOKENS = 256  # a row is split only into pieces of at least this many toke
 MAX_SPLITS = 64
 MAX_ROWS = 65535  # rows are the second axis of a CUDA grid
 _FULL_GRID = 1024  # fewer programs than this leave a large GPU idle: then rows are split
-_FEW_PROGRAMS, _MANY_PROGRAMS = 1536, 8192  # between the numbers of rows that were measured, for 8 KV heads
-_FEW_BYTES = 16384
+# Up to these: measured with 8 KV heads and 128, 280, 1024 and 2048 rows, that is 1024, 2240, 8192 and 16384.
+_FEW_PROGRAMS, _MANY_PROGRAMS = 1536, 8192
+_FEW_BYTES = 16384  # of K that a program takes at a time where there are few of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def default_config(num_programs: int, head_dim: int, itemsize: int) -> DecodeCon
     num_programs: rows times KV heads. head_dim, itemsize: of K and V.
     """
     # Many programs hide each other's waits: one warp and small tiles, as many rows in flight as there is room
-    # for. Few have to keep much under way themselves: 16 KiB of K.
+    # for. Few have to keep much under way themselves.
     if num_programs <= _FEW_PROGRAMS:
         tokens = _FEW_BYTES // (itemsize * (1 << (head_dim - 1).bit_length()))
         return DecodeConfig(max(16, min(128, tokens)), num_warps=4, num_stages=2, ahead=True)

@@ -80,11 +80,6 @@ def prefill_attention(
     return out
 
 
-def tile_lengths(group: int) -> list[int]:
-    """Chunk lengths that run every variant of the Triton kernel. group: query heads of a KV head."""
-    return [max(1, tile // group) for tile in (16, 32, 64)]
-
-
 def _attend_torch(
     q: torch.Tensor,
     k_pool: torch.Tensor,

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from phalanx.config.groups import Settings
     from phalanx.runtime.llm import LLM
 
 _MOST_PROMPTS = 10**7  # beyond it is a slip of the finger, and so would be the memory
@@ -37,11 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs; the median is reported")
 
 
-def check_workload(args: argparse.Namespace, context_length: int | None = None) -> None:
-    """Refuse numbers that no workload can have, and with `context_length` lengths that pass it.
-
-    Raises ConfigError.
-    """
+def check_workload(args: argparse.Namespace) -> None:
+    """Raise ConfigError for numbers that no workload can have."""
     for name in ("num_prompts", "random_input_len", "random_output_len"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -52,24 +47,23 @@ def check_workload(args: argparse.Namespace, context_length: int | None = None) 
         raise ConfigError(f"--random-range-ratio must be in [0, 1], got {args.random_range_ratio}")
     if args.seed < 0:
         raise ConfigError(f"--seed must not be negative, got {args.seed}")
+
+
+def check_context(args: argparse.Namespace, context_length: int) -> None:
+    """Raise ConfigError for lengths that pass the context."""
     output_len = args.random_output_len or 1
-    if context_length is not None and args.random_input_len + output_len > context_length:
+    if args.random_input_len + output_len > context_length:
         raise ConfigError(
             f"--random-input-len {args.random_input_len} and an output of {output_len} tokens pass the "
             f"context of {context_length}: lower one of them, or raise --context-length"
         )
 
 
-def load(args: argparse.Namespace, check: Callable[[Settings], None]) -> LLM:
-    """The model of a command line, without a tokenizer; what was settled and why goes to standard error.
-
-    check: raises ConfigError for what these settings cannot run, before anything is loaded.
-    """
+def load(args: argparse.Namespace) -> LLM:
+    """The model of a command line, without a tokenizer; what was settled and why goes to standard error."""
     from phalanx.runtime.llm import LLM, model_options
-    from phalanx.runtime.models import settle_settings
     from phalanx.runtime.process import start_up_log
 
-    check(settle_settings(args))
     with start_up_log():
         return LLM(args.model, skip_tokenizer_init=True, progress=sys.stderr.isatty(), **model_options(args))
 
@@ -116,10 +110,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from phalanx.runtime.models import settle_settings
     from phalanx.runtime.step_times import difference, summary_ms
 
     show = sys.stderr.isatty()
-    llm = load(args, lambda settings: check_workload(args, settings.scheduler.context_length))
+    check_context(args, settle_settings(args).scheduler.context_length)
+    llm = load(args)
     prompts, output_lens = draw_workload(
         args.num_prompts,
         args.random_input_len,

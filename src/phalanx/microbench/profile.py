@@ -23,7 +23,7 @@ from phalanx.config.cli import add_model_arguments
 from phalanx.config.groups import SchedulerConfig, Settings
 from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.microbench.offline import check_workload, draw_workload, load
+from phalanx.microbench.offline import check_context, check_workload, draw_workload, load
 
 _CUT = 3  # steps at the ends of a trace that may not be whole
 
@@ -52,14 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trace the steps and print a table, then one JSON line."""
+    from phalanx.runtime.models import settle_settings
+
     path = _check(args)
-    llm = load(args, lambda settings: _check_settings(settings, args))
+    prompts, output_lens = _workload(settle_settings(args), args)
+    llm = load(args)
     was_enabled = gc.isenabled()
     gc.disable()  # as LLM.generate does
     try:
-        num_streams = start_requests(llm, args)
+        start_requests(llm, prompts, output_lens, steady=args.random_output_len is None)
         result = profile_steps(llm, args, path)
-        _drain(llm._worker, num_streams)
+        _drain(llm._worker, len(prompts))
     finally:
         if was_enabled:
             gc.enable()
@@ -91,16 +94,12 @@ def _check(args: argparse.Namespace) -> Path:
     return path
 
 
-def start_requests(llm: Any, args: argparse.Namespace) -> int:
-    """Hand over the requests; with outputs that do not end, run until each of them has a token.
+def start_requests(llm: Any, prompts: list[np.ndarray], output_lens: list[int], *, steady: bool) -> None:
+    """Hand over the requests, as streams 0, 1, 2, ...; if steady, run until each of them has a token.
 
-    Returns the number of streams, which have the ids 0, 1, 2, ...
-
-    Raises ConfigError if the pool does not hold them all at once.
+    Raises ConfigError if the pool does not hold all of a steady workload at once.
     """
     worker = llm._worker
-    prompts, output_lens = _workload(llm.settings, args)
-    steady = args.random_output_len is None
     if steady:
         _check_pool(llm, prompts, output_lens[0])
     for stream, (ids, output_len) in enumerate(zip(prompts, output_lens, strict=True)):
@@ -111,19 +110,16 @@ def start_requests(llm: Any, args: argparse.Namespace) -> int:
     while steady and len(begun) < len(prompts):
         for outputs in worker.step():
             begun.update(outputs.stream_ids[outputs.tokens >= 0].tolist())
-    return len(prompts)
-
-
-def _check_settings(settings: Settings, args: argparse.Namespace) -> None:
-    """Raise ConfigError for what cannot be profiled with these settings, before the model is loaded."""
-    if settings.engine.device == "null":
-        raise ConfigError("--device null runs no model: there is nothing to profile (see bench host)")
-    check_workload(args, settings.scheduler.context_length)
-    _workload(settings, args)
 
 
 def _workload(settings: Settings, args: argparse.Namespace) -> tuple[list[np.ndarray], list[int]]:
-    """Prompts and output lengths; in steady decode outputs that have not ended when the trace does."""
+    """Prompts and output lengths; in steady decode outputs that have not ended when the trace does.
+
+    Raises ConfigError for what cannot be profiled with these settings: before the model is loaded.
+    """
+    if settings.engine.device == "null":
+        raise ConfigError("--device null runs no model: there is nothing to profile (see bench host)")
+    check_context(args, settings.scheduler.context_length)
     ratio, vocab_size = args.random_range_ratio, settings.model.vocab_size
     prompts, output_lens = draw_workload(
         args.num_prompts, args.random_input_len, args.random_output_len or 1, ratio, vocab_size, args.seed

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.config.cli import add_model_arguments
 from phalanx.core.errors import ConfigError, EngineError, RequestError
 from phalanx.core.request import EngineRequest, LogprobParams
-from phalanx.core.sampling_params import SamplingParams
+from phalanx.core.sampling_params import SamplingParams, plain
 from phalanx.core.settle import Settler
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.interrupts import held_interrupts
@@ -50,8 +50,7 @@ def _checked(flag: argparse.Action, value: Any) -> Any:
     """An option's value as its flag would give it; None stands for the default where that is None."""
     if value is None and flag.default is None:
         return None
-    if hasattr(value, "dtype") and hasattr(value, "item"):  # a NumPy scalar
-        value = value.item()
+    value = plain(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(flag.type, (str,))  # type: ignore[call-overload]
