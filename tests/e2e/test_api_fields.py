@@ -308,6 +308,19 @@ def test_unknown_and_ignored(http, engine, route, field):
     assert text_of(ask(http, route, **{field: {"any": ["thing"]}}).json()) == "abcdef"
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("name", ["temprature", "max_new_token", "stop_token_id", "t\u00f6p_p", "a`b"])
+def test_an_unknown_sampling_parameter_is_refused(http, engine, name, as_list):
+    params = {"max_new_tokens": 6, name: 1}
+    reply = ask(
+        http, "generate", sampling_params=[params] if as_list else params, text=["hi"] if as_list else "hi"
+    )
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"].startswith("sampling_params") and error["param"].endswith(f".{name}"), error
+    assert name in error["message"] and engine.seen == []
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_nothing_asked_for_is_nothing_refused(http, route):
     """Clients send what they do not use as null, false, empty or a list of nulls."""

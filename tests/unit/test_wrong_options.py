@@ -161,3 +161,18 @@ def test_a_gpu_that_is_too_small_is_one_line(
     assert "lower --mem-fraction-static" in line and line.endswith(
         "(CUDA out of memory. Tried to allocate 3 GiB.)"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--page-size 3", "--page-size must be a power of two up to 64, got 3"),
+        ("--page-size 0", "--page-size must be a power of two up to 64, got 0"),
+        ("--page-size 128", "--page-size must be a power of two up to 64, got 128"),
+        ("--running 0", "--running must be at least 1, got 0"),
+    ],
+)
+def test_the_host_benchmark_takes_what_a_server_takes(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(f"bench host {flags}", capsys)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens
+
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding of a checkpoint.

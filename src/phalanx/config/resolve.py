@@ -7,6 +7,7 @@ import math
 from urllib.parse import urlsplit
 
 from phalanx.config.groups import (
+    PAGE_SIZES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -146,8 +147,8 @@ def _cache(
     if page_size is None:
         page_size = 16
         log("page_size = 16 (fewer pages to account for; --page-size 1 wastes no slot)")
-    if page_size not in (1, 2, 4, 8, 16, 32, 64):
-        raise ConfigError(f"--page-size must be a power of two up to 64, got {page_size}")
+    if page_size not in PAGE_SIZES:
+        raise ConfigError(f"--page-size must be a power of two up to {PAGE_SIZES[-1]}, got {page_size}")
     if args.max_total_tokens is not None and args.max_total_tokens < page_size:
         raise ConfigError(
             f"--max-total-tokens {args.max_total_tokens} holds not even one page of {page_size}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from phalanx.config.groups import SchedulerConfig
+from phalanx.config.groups import PAGE_SIZES, SchedulerConfig
 from phalanx.core.errors import ConfigError
 from phalanx.core.request import EngineRequest
 from phalanx.core.sampling_params import SamplingParams
@@ -167,9 +167,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("running", "steps", "page_size", "random_input_len", "random_output_len"):
+    for name in ("running", "steps", "random_input_len", "random_output_len"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.page_size not in PAGE_SIZES:
+        raise ConfigError(f"--page-size must be a power of two up to {PAGE_SIZES[-1]}, got {args.page_size}")
     if args.warm_up_steps < 0:
         raise ConfigError(f"--warm-up-steps must be at least 0, got {args.warm_up_steps}")
     if not 0 <= args.stop_rate <= 1:

@@ -15,6 +15,7 @@ T = TypeVar("T")
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
 _NOTHING = (None, False, 0, "", [], {})
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
+_UNKNOWN = re.compile(r"contains unknown field `(?P<name>.*)`$", re.DOTALL)
 
 
 def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -34,11 +35,12 @@ def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 def _invalid_field(text: str) -> RequestError:
     match = _AT.match(text)
     what, path = (match["what"], match["path"]) if match else (text, "")
-    missing = _MISSING.search(what)
-    if missing:
-        path = f"{path}.{missing['name']}" if path else missing["name"]
-        what = "is required"
-    elif not path:
+    for pattern, ours in ((_MISSING, "is required"), (_UNKNOWN, "there is no such field")):
+        if named := pattern.search(what):
+            path = f"{path}.{named['name']}" if path else named["name"]
+            what = ours
+            break
+    if not path:
         return RequestError(f"the body is not valid: {what}", code="invalid_value")
     return RequestError(f"{path}: {what}", param=path, code="invalid_value")
 

@@ -1,4 +1,4 @@
-"""The body of POST /generate, with SGLang's names. Unknown fields are ignored."""
+"""The body of POST /generate, with SGLang's names. Unknown fields are ignored except in `sampling_params`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ UNSUPPORTED = (
 )
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """`sampling_params`: null stands for the default, but for max_new_tokens for all the room there is."""
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params`: null stands for the default, but for max_new_tokens for all the room there is.
+
+    A name that SGLang does not know is refused there too: a misspelt one would change what is sampled.
+    """
 
     max_new_tokens: int | UnsetType | None = UNSET
     temperature: float | None = None
