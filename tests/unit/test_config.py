@@ -101,10 +101,6 @@ def test_attention_backends_on_a_gpu() -> None:
     assert (
         settle("--model m --attention-backend flashinfer", wide, GPU).engine.attention_backend == "flashinfer"
     )
-    assert settle("--model m", wide, GPU).engine.kv_indices_backend is None
-    for flags, found in (("", "fused"), ("--kv-indices-backend naive", "naive")):
-        flags = f"--model m --attention-backend flashinfer {flags}"
-        assert settle(flags, wide, GPU).engine.kv_indices_backend == found
     bare = msgspec.structs.replace(GPU, has_flashinfer=False)
     for flags, model, hardware, word in (
         ("flashinfer", wide, bare, "flashinfer-python"),
@@ -118,6 +114,49 @@ def test_attention_backends_on_a_gpu() -> None:
     ):
         with pytest.raises(ConfigError, match=word):
             settle(f"--model m --attention-backend {flags}", model, hardware)
+
+
+def lines_of(flags: str, name: str, hardware: Hardware = GPU) -> list[str]:
+    found = settle(f"--model m {flags}", msgspec.structs.replace(MODEL, head_dim=128), hardware)
+    return [line for line in found.choices if name in line]
+
+
+@pytest.mark.parametrize("backend", ["naive", "torch", "triton", "fused"])
+def test_the_backend_that_builds_kv_indices_is_always_said(backend: str) -> None:
+    asked = f"--attention-backend flashinfer --kv-indices-backend {backend}"
+    chosen = settle(f"--model m {asked}", msgspec.structs.replace(MODEL, head_dim=128), GPU)
+    assert chosen.engine.kv_indices_backend == backend
+    assert lines_of(asked, "kv_indices") == [f"kv_indices_backend = {backend} (as asked)"]
+    assert lines_of("--attention-backend flashinfer", "kv_indices") == [
+        "kv_indices_backend = fused (one launch with the rest of a step's preparation)"
+    ]
+
+
+def test_attention_without_kv_indices_says_nothing_of_them() -> None:
+    for flags, hardware in (("", GPU), ("--attention-backend triton", GPU), ("", HARDWARE)):
+        assert settle(f"--model m {flags}", hardware=hardware).engine.kv_indices_backend is None
+        assert lines_of(flags, "kv_indices", hardware) == []
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "torch_native"])
+def test_what_was_asked_for_is_said_too(backend: str) -> None:
+    assert lines_of(f"--attention-backend {backend}", "attention_backend") == [
+        f"attention_backend = {backend} (as asked)"
+    ]
+    assert len(lines_of("", "attention_backend")) == 1
+    assert lines_of("--disable-cuda-graph", "CUDA graph") == [
+        "no CUDA graphs (--disable-cuda-graph): steps run eagerly, which costs the host more"
+    ]
+    graphs = "--max-running-requests 64 --cuda-graph-max-bs"
+    assert lines_of(f"{graphs} 64", "cuda_graph_max_bs") == ["cuda_graph_max_bs = 64 (as asked)"]
+    assert len(lines_of(f"{graphs} 63", "cuda_graph_max_bs")) == 1
+
+
+def test_a_memory_fraction_beside_a_fixed_pool_is_said_to_be_unused() -> None:
+    (line,) = lines_of("--mem-fraction-static 0.7 --max-total-tokens 4096", "mem-fraction-static")
+    assert line.startswith("--max-total-tokens 4096 sets") and line.endswith("0.7 is not used")
+    for alone in ("--mem-fraction-static 0.7", "--max-total-tokens 4096", ""):
+        assert lines_of(alone, "mem-fraction-static") == []
 
 
 @pytest.mark.parametrize(

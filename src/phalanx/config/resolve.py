@@ -160,6 +160,11 @@ def _cache(
         fraction = 0.5 if engine.device == "cpu" else 0.88
         if args.max_total_tokens is None and engine.device != "null":
             log(f"mem_fraction_static = {fraction} (default on {engine.device})")
+    elif args.max_total_tokens is not None:
+        log(
+            f"--max-total-tokens {args.max_total_tokens} sets the size of the KV pool: "
+            f"--mem-fraction-static {fraction:g} is not used"
+        )
     if not 0 < fraction < 1:
         raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {fraction}")
     return CacheConfig(

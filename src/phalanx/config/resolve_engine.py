@@ -105,7 +105,9 @@ def _attention_backend(
             backend, why = "triton", "faster than FlashInfer at all batch sizes that were measured"
         else:
             backend, why = "torch_native", "Triton is not installed; much slower on a GPU"
-        log(f"attention_backend = {backend} ({why})")
+    else:
+        why = "as asked"
+    log(f"attention_backend = {backend} ({why})")
     if backend == "torch_native":
         return backend
     refused = f"--attention-backend {backend} is not possible"
@@ -141,9 +143,10 @@ def _kv_indices_backend(args: argparse.Namespace, attention: str, log: Log) -> s
                 f"{attention} reads the request table itself"
             )
         return None
+    why = "as asked"
     if wanted is None:
-        wanted = "fused"
-        log("kv_indices_backend = fused (one launch with the rest of a step's preparation)")
+        wanted, why = "fused", "one launch with the rest of a step's preparation"
+    log(f"kv_indices_backend = {wanted} ({why})")
     return wanted
 
 
@@ -163,7 +166,9 @@ def settle_graphs(
             )
         if engine.device != "cuda" and args.disable_cuda_graph:
             log(f"--disable-cuda-graph: so already on {engine.device}")
-        elif engine.device == "cuda" and not args.disable_cuda_graph:
+        elif args.disable_cuda_graph:
+            log("no CUDA graphs (--disable-cuda-graph): steps run eagerly, which costs the host more")
+        elif engine.device == "cuda":
             log(f"no CUDA graphs: {engine.attention_backend} reads lengths on the host, so steps run eagerly")
         return engine
     if wanted is None:
@@ -174,6 +179,8 @@ def settle_graphs(
     if wanted > running:
         log(f"cuda_graph_max_bs = {running} (no step has more rows than max_running_requests)")
         wanted = running
+    elif args.cuda_graph_max_bs == running:
+        log(f"cuda_graph_max_bs = {running} (as asked)")
     if wanted < running:
         log(f"cuda_graph_max_bs = {wanted}: steps of more rows run eagerly, which costs the host more")
     return msgspec.structs.replace(engine, cuda_graph=True, cuda_graph_max_bs=wanted)
