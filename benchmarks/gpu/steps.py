@@ -41,7 +41,8 @@ def steady_decode(llm: Any, window: Window, run: int = 0) -> dict[str, Any]:
     short for the window, it ends early enough that no request ends in a step that is measured or traced.
 
     Raises:
-        ValueError: there is no such window, or the outputs end before it. RuntimeError: a step was not of all requests.
+        ValueError: there is no such window, or the outputs end before it.
+        RuntimeError: a step was not of all requests.
     """
     if window.first < 2:
         raise ValueError(f"the first step must be 2 or later, not {window.first}: one is in flight before it")
@@ -58,8 +59,8 @@ def steady_decode(llm: Any, window: Window, run: int = 0) -> dict[str, Any]:
     last = min(window.last, output_len - num_entering - window.num_traced)
     if last < window.first:
         raise ValueError(
-            f"outputs of {output_len} tokens that enter in {num_entering} steps end before step {window.first} "
-            f"and {window.num_traced} traced ones: the pool holds {pool_tokens} tokens"
+            f"outputs of {output_len}, entering in {num_entering} steps, end before step {window.first}"
+            f" and {window.num_traced} traced ones; the pool holds {pool_tokens} tokens"
         )
     for _ in range(window.first - 2):
         worker.step()
