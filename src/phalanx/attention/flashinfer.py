@@ -20,7 +20,10 @@ from phalanx.core.errors import EngineError
 from phalanx.kvcache.pool import KVPool
 
 _INT_WORKSPACE_BYTES = 1 << 20  # a plan of 8192 rows takes about 0.2 MB
-_SPLIT_ENTRY = 14  # of a plan: whether rows are split
+# Of the 15 entries of a plan (`PrefillPlanInfo`): the tiles that are launched, the rows that it was made for,
+# (row, head) pairs of a tile, whether there may be more tiles than work, and whether rows are split.
+_NUM_ENTRIES = 15
+_TILES, _ROWS, _TILE_PAIRS, _PADDED, _SPLIT = 0, 1, 3, 13, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +88,32 @@ class FlashInferAttention:
             sm_scale=self._scale,
             disable_split_kv=True,
         )
-        plan = wrapper._plan_info
-        group = config.num_q_heads // config.num_kv_heads
-        # A tile holds 16, 64 or 128 (row, head) pairs; a row of one token never takes more than its group.
-        tiles = len(decode.rows) * max(1, -(-group // 16))
-        if plan[_SPLIT_ENTRY] or not 0 < plan[0] <= tiles:
-            raise EngineError(f"FlashInfer planned {len(decode.rows)} rows as {list(plan)}: rows are split")
-        if wrapper._paged_kv_indptr_buf.data_ptr() != decode.kv_indptr.data_ptr():
-            raise EngineError("this FlashInfer copies the arrays it plans with: only 0.6.x is supported")
+        _check_plan(list(wrapper._plan_info), len(decode.rows), config.num_q_heads // config.num_kv_heads)
+        for kept, ours in (
+            (wrapper._paged_kv_indptr_buf, decode.kv_indptr),
+            (wrapper._paged_kv_indices_buf, decode.kv_indices),
+            (wrapper._paged_kv_last_page_len_buf, decode.last_page_len),
+        ):
+            if ours is None or kept.data_ptr() != ours.data_ptr():
+                raise EngineError("this FlashInfer copies the arrays it plans with: only 0.6.x is supported")
         return wrapper
+
+
+def _check_plan(plan: list[int], num_rows: int, group: int) -> None:
+    """Raise EngineError for a plan that would not hold for other lengths, or does not compute every row.
+
+    A row of one token that is not split is as many tiles as hold its `group` query heads of a KV head; then
+    what is launched is exactly that, whatever the lengths.
+    """
+    shown = f"FlashInfer planned {num_rows} rows with {group} query heads a KV head as {plan}"
+    if len(plan) != _NUM_ENTRIES:
+        raise EngineError(f"{shown}, not in {_NUM_ENTRIES} numbers: only 0.6.x is supported")
+    if plan[_SPLIT] or plan[_PADDED]:
+        raise EngineError(f"{shown}: it splits rows or launches more than there is, so it holds for one step")
+    pairs = plan[_TILE_PAIRS]
+    tiles = num_rows * -(-group // pairs) if pairs > 0 else 0
+    if plan[_ROWS] != num_rows or not tiles or plan[_TILES] != tiles:
+        raise EngineError(f"{shown}: {num_rows} rows, each in whole tiles, were to be computed")
 
 
 def _pages(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
