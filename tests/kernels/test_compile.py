@@ -28,7 +28,7 @@ from phalanx.kernels import (
 
 FLOATS = "q k v k_pool v_pool out x residual weight gate_up q_norm k_norm logits".split()
 TYPES = dict.fromkeys(FLOATS, "*bf16")
-TYPES |= dict.fromkeys("rows positions slot_mapping seeds".split(), "*i64")
+TYPES |= dict.fromkeys("rows positions slot_mapping seeds tile_chunks tile_firsts".split(), "*i64")
 TYPES |= dict.fromkeys("table seq_lens indptr starts stop_ids counts offsets tokens".split(), "*i32")
 TYPES |= dict.fromkeys("short_lens lanes first_piece order".split(), "*i32")
 TYPES |= dict.fromkeys("partial cache peaks sums temperature".split(), "*fp32")

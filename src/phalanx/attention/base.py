@@ -34,7 +34,8 @@ class PrefillPart:
     rows: [m] int64. starts, lens: [m] Python ints, tokens already in the pool and tokens of the chunk; the
     chunk attends causally to its row's positions 0 .. starts+lens-1, all stored by then. device_starts: [m]
     int32, starts on the device; indptr: [m+1] int32 there, first token of each chunk among the chunk tokens;
-    longest: at least the longest chunk. A captured step has these three alone, its lists are empty.
+    longest: at least the longest chunk, which sizes tiles. A captured step has these three alone, its lists
+    are empty.
     """
 
     rows: torch.Tensor

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from phalanx.attention.base import DecodePart, ForwardBatch
-from phalanx.attention.triton import attend_chunks
+from phalanx.attention.triton import attend_chunks, tiles_of
 from phalanx.config.groups import ModelConfig
 from phalanx.core.errors import EngineError
+from phalanx.kernels import PrefillTiles
 from phalanx.kvcache.pool import KVPool
 
 _INT_WORKSPACE_BYTES = 1 << 20  # a plan of 8192 rows takes about 0.2 MB
@@ -28,10 +29,14 @@ _TILES, _ROWS, _TILE_PAIRS, _PADDED, _SPLIT = 0, 1, 3, 13, 14
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """batch: the step. wrapper: the planned wrapper of its bucket, None without decode rows."""
+    """batch: the step. wrapper: the planned wrapper of its bucket, None without decode rows.
+
+    tiles: see `tiles_of`.
+    """
 
     batch: ForwardBatch
     wrapper: Any
+    tiles: PrefillTiles | None
 
 
 class FlashInferAttention:
@@ -53,7 +58,8 @@ class FlashInferAttention:
             wrapper = self._wrappers.get(batch.num_decode)
             if wrapper is None:
                 wrapper = self._wrappers[batch.num_decode] = self._plan(batch.decode, pool)
-        return StepState(batch, wrapper)
+        group = self._config.num_q_heads // self._config.num_kv_heads
+        return StepState(batch, wrapper, tiles_of(batch, group))
 
     def forward(self, layer: int, q: torch.Tensor, pool: KVPool, state: StepState) -> torch.Tensor:
         """q: [T, num_q_heads, head_dim], last stride 1. Returns the same shape, contiguous."""
@@ -62,7 +68,7 @@ class FlashInferAttention:
         if state.wrapper is not None:
             state.wrapper.run(q[:split], _pages(pool, layer), out=out[:split])
         if state.batch.prefill is not None:
-            attend_chunks(layer, q[split:], pool, state.batch, self._scale, out[split:])
+            attend_chunks(layer, q[split:], pool, state.batch, self._scale, out[split:], state.tiles)
         return out
 
     def _plan(self, decode: DecodePart, pool: KVPool) -> Any:

@@ -17,7 +17,7 @@ from phalanx.attention.base import AttentionBackend, ForwardBatch, PrefillPart
 from phalanx.config.groups import Settings
 from phalanx.core.step import StepPlan
 from phalanx.engine.batch import BatchBuilder, SentPlan, prefill_part
-from phalanx.engine.buckets import LONGEST_CHUNK, MixedShape, MixedShapes, bucket_of, decode_buckets
+from phalanx.engine.buckets import MixedShape, MixedShapes, bucket_of, decode_buckets, free_tokens
 from phalanx.engine.engine import Model
 from phalanx.engine.graphs import StepGraphs
 from phalanx.engine.launch_times import LaunchTimes
@@ -48,8 +48,8 @@ class CudaEngine:
     """Owns the device state of all rows and runs steps in the order launched, on one stream.
 
     Decode rows always fill a whole bucket, padded with row 0. A step of decode rows alone replays the CUDA
-    graph of its bucket where there is one; so does a step with a few short prompt chunks. Other steps run
-    eagerly: prompts of their size keep the device busy for longer than the host takes to queue them.
+    graph of its bucket where there is one; a step with prompt chunks one that holds both. Where none does,
+    steps run eagerly: those keep the device busy for about as long as the host takes to queue them.
 
     Args:
         settings: everything settled.
@@ -84,7 +84,11 @@ class CudaEngine:
             indices=settings.engine.kv_indices_backend,
         )
         self._prepare_inside = settings.engine.kv_indices_backend in (None, "fused")
-        self._mixed_shapes = MixedShapes([b for b in self._buckets if b <= self._largest_graph])
+        self._mixed_shapes = MixedShapes(
+            [b for b in self._buckets if b <= self._largest_graph],
+            free_tokens=free_tokens(settings.model, settings.engine.dtype),
+            most_tokens=self._most_prompt_tokens,
+        )
         shapes = self._mixed_shapes.all() if self._prepare_inside else []
         self._wanted_shapes = shapes
         # One for all steps and graphs: at 4096 rows of 150,000 logits it takes over a gigabyte.
@@ -148,7 +152,7 @@ class CudaEngine:
                 lens=[],
                 device_starts=arrays["chunk_starts"],
                 indptr=arrays["chunk_indptr"],
-                longest=LONGEST_CHUNK,
+                longest=shape.tokens,
             )
             return self._run_mixed(sent, self._batches.batch(sent, shape.lanes, part), captured=True)
 
@@ -232,7 +236,6 @@ class CudaEngine:
             num_decode=len(plan.decode_rows),
             num_tokens=len(prefill.input_ids),
             num_chunks=prefill.count,
-            longest=int(prefill.lens.max()),
         )
         return shape if shape in self._graphs else None
 

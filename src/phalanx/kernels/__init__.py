@@ -10,7 +10,7 @@ from phalanx.kernels.decode_attention import (
 )
 from phalanx.kernels.decode_attention_long import LongRows, find_long_rows
 from phalanx.kernels.kv_indices import create_kv_indices
-from phalanx.kernels.prefill_attention import prefill_attention
+from phalanx.kernels.prefill_attention import PrefillTiles, prefill_attention, prefill_tiles
 from phalanx.kernels.rmsnorm import add_rms_norm, rms_norm
 from phalanx.kernels.rope import rope
 from phalanx.kernels.row_order import longest_first
@@ -22,6 +22,7 @@ from phalanx.kernels.store_kv import gather_kv, store_kv
 __all__ = [
     "DecodeConfig",
     "LongRows",
+    "PrefillTiles",
     "StepPrepBuffers",
     "add_rms_norm",
     "create_kv_indices",
@@ -31,6 +32,7 @@ __all__ = [
     "gather_kv",
     "longest_first",
     "prefill_attention",
+    "prefill_tiles",
     "rms_norm",
     "rope",
     "sample",

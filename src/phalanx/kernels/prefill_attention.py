@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from phalanx.kernels.checks import check_tensor, pick_backend
 from phalanx.kernels.decode_attention import check_attention
 
 _INT = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """How the chunks of a step are cut into query tiles, the same in all layers.
+
+    chunks, firsts: [n] int64, contiguous: the chunk of each tile, and which of that chunk's tiles it is;
+    those of chunk m are none. queries: (token, query head of a KV head's group) pairs of a tile.
+    """
+
+    chunks: torch.Tensor
+    firsts: torch.Tensor
+    queries: int
+
+
+def prefill_tiles(qo_indptr: torch.Tensor, num_tokens: int, *, longest: int, group: int) -> PrefillTiles:
+    """Cut chunks into tiles, in device work alone.
+
+    The number of tiles depends on sizes, not on lengths, so the result can be used in a CUDA graph: there is
+    one for each full tile of `num_tokens` and one more for each chunk.
+
+    qo_indptr: [m+1] int32, m at least 1, as in `prefill_attention`. num_tokens: at least those of all chunks.
+    longest: the longest chunk, in tokens, or more: where all are short, tiles are smaller. group: query heads
+    of a KV head.
+    """
+    from phalanx.kernels.prefill_attention_triton import query_tile
+
+    queries = query_tile(longest, group)
+    counts = (qo_indptr.diff() * group + (queries - 1)) // queries
+    ends = counts.cumsum(0)
+    tile = torch.arange(num_tokens * group // queries + len(counts), device=qo_indptr.device)
+    chunks = torch.searchsorted(ends, tile, right=True)
+    firsts = tile - (ends - counts).index_select(0, chunks.clamp_max(len(counts) - 1))
+    return PrefillTiles(chunks, firsts, queries)
 
 
 def prefill_attention(
@@ -23,6 +59,7 @@ def prefill_attention(
     page_size: int = 1,
     sm_scale: float | None = None,
     out: torch.Tensor | None = None,
+    tiles: PrefillTiles | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Attend each chunk's tokens to positions 0 .. their own of the chunk's row.
@@ -34,9 +71,9 @@ def prefill_attention(
     k_pool, v_pool, req_to_token, page_size, sm_scale: as in `decode_attention`.
     qo_indptr: [m+1] int32, contiguous, ascending. rows: [m] int32 or int64; starts: [m] int32 or int64; both
         contiguous. All three are read on the device. A chunk may be empty.
-    max_chunk_len: at least the longest chunk, in tokens; it sizes the grid. Tokens of a chunk beyond it are
-        not computed by Triton.
+    max_chunk_len: at least the longest chunk, in tokens; it sizes the tiles.
     out: like q, any strides with last stride 1; allocated if None. Tokens in no chunk keep their bytes.
+    tiles: `prefill_tiles` of qo_indptr and q's tokens, for calls that share them; found anew if None.
     backend: "torch", "triton" or "auto" (Triton on CUDA). The torch one reads indptr and starts on the host.
 
     Softmax and sums are fp32. The Triton backend can be captured in a CUDA graph; without chunks or tokens it
@@ -51,6 +88,10 @@ def prefill_attention(
     )
     if isinstance(max_chunk_len, bool) or not isinstance(max_chunk_len, int):
         raise TypeError(f"max_chunk_len must be an int, got {type(max_chunk_len).__name__}")
+    if tiles is not None:
+        for name, tensor in (("tiles.chunks", tiles.chunks), ("tiles.firsts", tiles.firsts)):
+            shape = (len(tiles.chunks),)
+            check_tensor(name, tensor, dtypes=(torch.int64,), shape=shape, device=q.device, contiguous=True)
     if max_chunk_len < 0:
         raise ValueError(f"max_chunk_len must be at least 0, got {max_chunk_len}")
     chosen = pick_backend(backend, q.device)
@@ -62,6 +103,9 @@ def prefill_attention(
     if chosen == "triton":
         from phalanx.kernels import prefill_attention_triton
 
+        if tiles is None:
+            group = q.shape[1] // k_pool.shape[1]
+            tiles = prefill_tiles(qo_indptr, q.shape[0], longest=max_chunk_len, group=group)
         prefill_attention_triton.attend(
             q,
             k_pool,
@@ -71,7 +115,9 @@ def prefill_attention(
             rows,
             starts,
             out,
-            max_chunk_len=max_chunk_len,
+            tile_chunks=tiles.chunks,
+            tile_firsts=tiles.firsts,
+            queries=tiles.queries,
             page_size=page_size,
             scale=scale,
         )

@@ -38,6 +38,7 @@ _KERNELS = (
     (SAMPLING, ("reduce_chunks", "choose_tokens")),
     (ELEMENTWISE, ("norm_rows", "rotate_heads", "rope_heads", "silu_mul", "scatter_tokens")),
     (PREP, ("prepare_lanes", "copy_rows", "scan_blocks", "index", "gather", "scatter", "CatArray")),
+    (PREP, ("searchsorted", "DeviceScan")),
     (GEMM, ("gemm", "nvjet", "cutlass", "splitK", "gemv", "cublas")),
 )
 _RANGES = {
