@@ -14,7 +14,8 @@ from phalanx.core.errors import ConfigError
 from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.engine import Engine
 from phalanx.engine.launch_times import LaunchTimes
-from phalanx.engine.memory import DTYPES, available_bytes, check_memory, count_pages
+from phalanx.engine.memory import DTYPES, PoolSize, available_bytes, check_memory, size_pool
+from phalanx.engine.needs import engine_needs
 from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.weights import iter_dummy_weights, iter_weights
@@ -24,12 +25,12 @@ from phalanx.models.weights import iter_dummy_weights, iter_weights
 class BuiltEngine:
     """A ready engine.
 
-    num_pages: pages of its pool, padding page 0 included. phases: seconds that each part of the start took.
+    pool: pages of its pool, and what bounded them. phases: seconds that each part of the start took.
     launch_times: what the engine says of its last launch; None from one that says nothing.
     """
 
     engine: Engine | CudaEngine
-    num_pages: int
+    pool: PoolSize
     phases: dict[str, float]
     launch_times: Callable[[], LaunchTimes] | None
 
@@ -64,16 +65,18 @@ def _build(settings: Settings, progress: bool) -> BuiltEngine:
         torch.set_num_threads(settings.engine.num_threads)
     phases: dict[str, float] = {}
     before = available_bytes(device)
-    check_memory(settings, before)
+    needs = engine_needs(settings)
+    check_memory(settings, needs, before)
     with torch.inference_mode():
         start = time.perf_counter()
         model = _load(settings, dtypes[settings.engine.dtype], device, progress)
         phases["load_weights"] = time.perf_counter() - start
         start = time.perf_counter()
-        num_pages = count_pages(settings, available_at_start=before, available_now=available_bytes(device))
+        now = available_bytes(device)
+        size = size_pool(settings, needs, available_at_start=before, available_now=now)
         pool = KVPool(
             settings.model,
-            num_pages=num_pages,
+            num_pages=size.num_pages,
             page_size=settings.cache.page_size,
             dtype=dtypes[settings.cache.dtype],
             device=device,
@@ -91,7 +94,7 @@ def _build(settings: Settings, progress: bool) -> BuiltEngine:
             start = time.perf_counter()
             engine.warm_up(progress=progress)
             phases["capture" if settings.engine.cuda_graph else "warm_up"] = time.perf_counter() - start
-    return BuiltEngine(engine, num_pages, phases, launch_times)
+    return BuiltEngine(engine, size, phases, launch_times)
 
 
 def _load(settings: Settings, dtype: torch.dtype, device: torch.device, progress: bool) -> Decoder:

@@ -24,6 +24,7 @@ def build_worker(settings: Settings, *, progress: bool) -> tuple[Worker, dict[st
         ModelError, ConfigError: the model cannot be loaded, or the pool is too small to run anything.
     """
     page_size = settings.cache.page_size
+    note = ""
     engine: StepEngine
     if settings.engine.device == "null":
         from phalanx.engine.null import NullEngine
@@ -36,7 +37,8 @@ def build_worker(settings: Settings, *, progress: bool) -> tuple[Worker, dict[st
         from phalanx.engine.build import build_engine
 
         built = build_engine(settings, progress=progress)
-        engine, num_pages, phases = built.engine, built.num_pages, built.phases
+        engine, num_pages, phases = built.engine, built.pool.num_pages, built.phases
+        note = built.pool.note
         launch_times = built.launch_times
         if settings.engine.device == "cuda":
             start = time.perf_counter()
@@ -52,12 +54,13 @@ def build_worker(settings: Settings, *, progress: bool) -> tuple[Worker, dict[st
         "startup_phases_s": phases,
     }
     logger.info(
-        "KV pool: %d pages of %d = %d tokens, %.1f requests at the full context of %d; start-up %s",
+        "KV pool: %d pages of %d = %d tokens, %.1f requests at the full context of %d; %sstart-up %s",
         num_pages - 1,
         page_size,
         pool_tokens,
         pool_tokens / context,
         context,
+        f"{note}; " if note else "",
         ", ".join(f"{name} {seconds:.1f} s" for name, seconds in phases.items()) or "without a model",
     )
     worker = Worker(

@@ -18,6 +18,13 @@ _CHUNK_ELEMENTS = 1 << 20
 _CHUNK_ELEMENTS_CUDA = 1 << 24  # 64 MB, and a few times that with what a sort takes: few launches, bounded
 
 
+def scratch_shape(vocab_size: int, device: str) -> tuple[int, int]:
+    """Lines that `Sampler` has in work at once, and their width. device: "cuda" or "cpu"."""
+    width = -(-vocab_size // DRAW_BLOCK) * DRAW_BLOCK
+    elements = _CHUNK_ELEMENTS_CUDA if device == "cuda" else _CHUNK_ELEMENTS
+    return max(1, elements // width), width
+
+
 class Sampler:
     """Chooses tokens by the parameters in `table`.
 
@@ -27,10 +34,8 @@ class Sampler:
 
     def __init__(self, table: SamplingRows) -> None:
         self.table = table
-        width = -(-table.vocab_size // DRAW_BLOCK) * DRAW_BLOCK
         # Columns beyond the vocabulary stay at -inf and so get probability 0.
-        elements = _CHUNK_ELEMENTS_CUDA if table.device.type == "cuda" else _CHUNK_ELEMENTS
-        self._chunk = max(1, elements // width)
+        self._chunk, width = scratch_shape(table.vocab_size, table.device.type)
         self._scratch = torch.full((self._chunk, width), -torch.inf, device=table.device)
 
     def sample(

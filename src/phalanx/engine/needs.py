@@ -1,0 +1,198 @@
+"""What an engine takes of memory beside weights and KV pool, counted before any of it is taken."""
+
+from __future__ import annotations
+
+from phalanx.attention.grouping import MAX_CELLS, QUERY_BLOCK
+from phalanx.config.groups import Settings
+from phalanx.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from phalanx.engine.buckets import MixedShape, MixedShapes, decode_buckets, free_tokens
+from phalanx.engine.memory import DTYPES, EngineNeeds
+from phalanx.engine.rows import grant_ring
+from phalanx.engine.warm_up import most_prompt_tokens
+from phalanx.kernels import sample_workspace_size
+from phalanx.kernels.decode_attention_long import LONG_TOKENS, MAX_PIECES
+from phalanx.sampling.sampler import scratch_shape
+
+_MiB = 1 << 20
+_UNBOUNDED = 1 << 62
+_TOKEN_BYTES = (
+    128  # of a step: id, position, slot and row of 8 bytes each, twice, and what else a plan brings
+)
+_LOGPROB_LINES = 64  # logits that `sampling.logprobs` has in work at once
+_COPIED_LINES = 512  # logits that the CUDA engine copies for rows that are sampled again
+# Of a logit whose log-probability is computed: in fp32 twice, its sort key in int32 and int64 with what each
+# operation makes anew, and topk's own.
+_LOGPROB_BYTES = 48
+# Of a logit that is filtered on CUDA, with torch's sort of whole lines: value, probability and copies of both
+# 16; sorted values and indices 12; keys, values and pairs that the sort works with 32.
+_FILTER_BYTES = 64
+# Of a token of a history that is penalised: id as int32 and as int64 twice, two flags, a count, and its logit
+# with what each penalty makes anew.
+_HISTORY_BYTES = 40
+# A captured kernel: what the driver keeps of it on the device. Logs of vLLM with captured steps of a whole
+# model say 8 to 24 MiB a graph (vllm#50780), that is up to 24 KiB a kernel. Not measured here.
+_GRAPH_KERNEL_BYTES = 24 << 10
+_KERNELS_PER_LAYER, _OTHER_KERNELS = 12, 24  # `phalanx profile` counts some 9 a layer
+# cuBLAS asks for 32 MiB a stream on Hopper, of which there are three; kernels are loaded as they are first
+# used, cuBLAS' and torch's by the hundred. Not measured here: half a GiB, and as much again as the allocator
+# loses to blocks of 2 MiB and more.
+_LIBRARY_BYTES = 1024 * _MiB
+# oneDNN keeps compiled shapes with their scratch: an engine of smollm2 grew by 248 MB (docs/measured.md).
+_CPU_LIBRARY_BYTES = 256 * _MiB
+
+
+def engine_needs(settings: Settings) -> EngineNeeds:
+    """Bytes that the engine of these settings takes, beside weights and pool.
+
+    Tables and logits are exact; of a step's activations, of sampling and of log-probabilities it is the most
+    that requests can ask for; graphs and libraries are estimates. Steps and sampling follow each other on one
+    stream but are counted side by side, for what an allocator cannot join.
+    """
+    if settings.engine.device == "cuda":
+        return _on_cuda(settings)
+    return _on_cpu(settings)
+
+
+def table_bytes(settings: Settings) -> int:
+    """Bytes of `DeviceRows` and `SamplingRows`, the columns of a logit_bias as wide as they can grow."""
+    scheduler = settings.scheduler
+    num_rows = scheduler.max_running_requests + 1
+    request_to_token = history = 4 * scheduler.context_length
+    ring = 4 * grant_ring(scheduler, settings.cache.page_size)
+    lengths_and_tokens, seeds = 8, 8
+    columns = 4 * 6 + 4 * (3 + MAX_STOP_TOKEN_IDS)
+    bias = 8 * MAX_LOGIT_BIAS
+    row = request_to_token + history + ring + lengths_and_tokens + seeds + columns + bias
+    return num_rows * row
+
+
+def captured_shapes(settings: Settings) -> tuple[list[int], list[MixedShape]]:
+    """Buckets and mixed steps of which the CUDA engine captures graphs; without graphs none."""
+    scheduler, engine = settings.scheduler, settings.engine
+    if not engine.cuda_graph:
+        return [], []
+    buckets = decode_buckets(scheduler.max_running_requests)
+    largest = next((b for b in buckets if b >= engine.cuda_graph_max_bs), 0)
+    captured = [b for b in buckets if b <= largest]
+    if engine.kv_indices_backend not in (None, "fused"):
+        return captured, []
+    shapes = MixedShapes(
+        captured,
+        free_tokens=free_tokens(settings.model, engine.dtype),
+        most_tokens=most_prompt_tokens(scheduler, _UNBOUNDED),
+    )
+    return captured, shapes.all()
+
+
+def largest_step(settings: Settings) -> int:
+    """Tokens of the largest step: every row decodes, padding included, beside the most prompt tokens."""
+    scheduler = settings.scheduler
+    rows = decode_buckets(scheduler.max_running_requests)[-1]
+    return rows + most_prompt_tokens(scheduler, _UNBOUNDED)
+
+
+def step_bytes(settings: Settings, num_tokens: int, *, fused: bool) -> int:
+    """The most that the model holds at once in a step of so many tokens.
+
+    fused: norms, rotation and KV store in kernels of their own, as on CUDA; else in torch, which makes copies
+    of Q and K and keeps sines and cosines.
+    """
+    model, itemsize = settings.model, DTYPES[settings.engine.dtype].itemsize
+    hidden, q_and_kv = model.hidden_size, model.q_size + model.kv_size
+    attention = 3 * hidden + 2 * q_and_kv + (0 if fused else 5 * q_and_kv)
+    mlp = (3 if fused else 4) * hidden + 3 * model.intermediate_size
+    last_norm = 5 * hidden
+    rotation = 0 if fused else 2 * model.head_dim
+    return num_tokens * (itemsize * (max(attention, mlp, last_norm) + rotation) + _TOKEN_BYTES)
+
+
+def _on_cuda(settings: Settings) -> EngineNeeds:
+    model, scheduler, engine = settings.model, settings.scheduler, settings.engine
+    rows, vocab = scheduler.max_running_requests, model.vocab_size
+    itemsize = DTYPES[engine.dtype].itemsize
+    buckets, shapes = captured_shapes(settings)
+    lines = decode_buckets(rows)[-1] + max((shape.chunks for shape in shapes), default=0)
+    most_captured = max([*buckets, *(s.lanes + s.tokens for s in shapes)], default=0)
+    sampling = 4 * sample_workspace_size(lines, vocab)
+    attention = _attention_bytes(settings)
+    num_kernels = model.num_layers * _KERNELS_PER_LAYER + _OTHER_KERNELS
+    graphs = 0
+    if buckets:
+        graphs = (len(buckets) + len(shapes)) * num_kernels * _GRAPH_KERNEL_BYTES
+        graphs += step_bytes(settings, most_captured, fused=True) + attention + sampling
+    # Kept until their step is read, and the next one is under way by then.
+    kept = 2 * rows * vocab * itemsize
+    return EngineNeeds(
+        num_rows=rows,
+        context_length=scheduler.context_length,
+        step_tokens=largest_step(settings),
+        pool_token=_pool_token_bytes(settings),
+        tables=table_bytes(settings),
+        logits=lines * vocab * itemsize,
+        steps=step_bytes(settings, largest_step(settings), fused=True) + attention,
+        sampling=sampling + _eager_sampling_bytes(settings) + min(rows, _COPIED_LINES) * vocab * itemsize,
+        logprobs=kept + _LOGPROB_LINES * vocab * _LOGPROB_BYTES,
+        graphs=graphs,
+        libraries=_LIBRARY_BYTES,
+    )
+
+
+def _on_cpu(settings: Settings) -> EngineNeeds:
+    """Steps follow each other on one thread, memory goes back at once, and there are no graphs."""
+    model, scheduler = settings.model, settings.scheduler
+    rows, vocab = scheduler.max_running_requests, model.vocab_size
+    return EngineNeeds(
+        num_rows=rows,
+        context_length=scheduler.context_length,
+        step_tokens=largest_step(settings),
+        pool_token=_pool_token_bytes(settings),
+        tables=table_bytes(settings),
+        logits=rows * vocab * DTYPES[settings.engine.dtype].itemsize,
+        steps=step_bytes(settings, largest_step(settings), fused=False) + _attention_bytes(settings),
+        sampling=_eager_sampling_bytes(settings),
+        logprobs=_LOGPROB_LINES * vocab * _LOGPROB_BYTES,
+        graphs=0,
+        libraries=_CPU_LIBRARY_BYTES,
+    )
+
+
+def _eager_sampling_bytes(settings: Settings) -> int:
+    """What `sampling.sampler` takes of rows that ask for filters and penalties; the scratch is kept."""
+    vocab, scheduler = settings.model.vocab_size, settings.scheduler
+    chunk, width = scratch_shape(vocab, settings.engine.device)
+    lines = min(chunk, scheduler.max_running_requests)
+    penalties = 12 * width + _HISTORY_BYTES * scheduler.context_length  # 12: counts, and a copy of the logits
+    return 4 * chunk * width + lines * max(_FILTER_BYTES * width, penalties)
+
+
+def _attention_bytes(settings: Settings) -> int:
+    """What attention works with, beside its output."""
+    model, engine = settings.model, settings.engine
+    context, itemsize = settings.scheduler.context_length, DTYPES[engine.dtype].itemsize
+    pieces = 0
+    if context > LONG_TOKENS:
+        pieces = 4 * MAX_PIECES * model.num_q_heads * (model.head_dim + 2)
+    if engine.attention_backend == "triton":
+        return pieces
+    if engine.attention_backend == "flashinfer":
+        buckets = decode_buckets(settings.scheduler.max_running_requests)
+        return (1 + len(buckets)) * _MiB  # a workspace for all and one for the plan of each
+    # Prompts in torch: scores, weights and mask of a rectangle of queries and KV tokens, and K or V of it.
+    prompts = most_prompt_tokens(settings.scheduler, _UNBOUNDED)
+    cells = min(max(MAX_CELLS, QUERY_BLOCK * context), prompts * context)
+    gathered = min(MAX_CELLS, prompts + (prompts // QUERY_BLOCK + 1) * context)
+    return 3 * itemsize * model.num_q_heads * cells + _gather_bytes(settings) * gathered
+
+
+def _gather_bytes(settings: Settings) -> int:
+    """Of a KV token that torch reads: its K or V in one layer, and where it lies, twice for each head."""
+    model = settings.model
+    return DTYPES[settings.engine.dtype].itemsize * model.kv_size + 16 * model.num_kv_heads
+
+
+def _pool_token_bytes(settings: Settings) -> int:
+    """What attention to decode rows takes with the pool: page lists, or all that torch gathers of a layer."""
+    backend = settings.engine.attention_backend
+    if backend == "torch_native":
+        return _gather_bytes(settings) + 4 * settings.model.num_q_heads
+    return 4 if backend == "flashinfer" else 0
