@@ -32,6 +32,7 @@ from phalanx.kvcache.pool import KVPool
 from phalanx.models.decoder import Decoder
 from phalanx.models.dummy import BUILTIN_CONFIGS
 from phalanx.models.weights import iter_dummy_weights
+from phalanx.runtime.build import build_worker
 from phalanx.sampling.rows import SamplingRows
 from tests.models import test_cuda_engine as cuda_cases
 from tests.models.stand_in_cuda import stand_in
@@ -250,6 +251,22 @@ def test_what_flags_do_to_the_engines_needs() -> None:
     assert flashinfer.steps - triton.steps == 51 * 2**20  # of 50 buckets, and one for all
     cpu = engine_needs(settle("llama-3.2-1b", hardware=Hardware(num_cpus=2, cpu_has_bf16=True)))
     assert cpu.graphs == 0 and cpu.num_rows == 256
+
+
+def test_the_log_says_what_the_engine_keeps_where_that_bounds_the_pool(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = CacheConfig(page_size=4, max_total_tokens=None, mem_fraction_static=0.999, dtype="float32")
+    chosen = settings(4, cache=cache)
+    needs, page = engine_needs(chosen), 4 * CONFIG.kv_bytes_per_token(4)
+    left = iter([needs.total + 9 * page + weight_bytes(CONFIG, 4), needs.total + 9 * page])
+    monkeypatch.setattr(build, "available_bytes", lambda device: next(left))
+    caplog.set_level("INFO", "phalanx")
+    worker, info = build_worker(chosen, progress=False)
+    worker._engine.close()
+    assert info["num_pages"] == 9
+    (line,) = [text for text in caplog.messages if text.startswith("KV pool: ")]
+    assert f"; the engine keeps {needs}, more than --mem-fraction-static leaves; start-up " in line
 
 
 @pytest.mark.gpu
