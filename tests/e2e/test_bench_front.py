@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+
+from tests.e2e.server_harness import PATIENCE_S
 
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -43,3 +50,36 @@ def test_bad_flags_are_refused_in_one_line() -> None:
         assert done.returncode == 2 and word in done.stderr and done.stderr.count("\n") == 1
     done = bench("--only", "chat", "--serve-flags=--no-such-flag")
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_server_is_left_when_it_is_ended_while_one_starts(signum: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "phalanx", "bench", "front", "--only", "chat", "big-prompt"]
+    with subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, process_group=0
+    ) as bench:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (servers := children(bench.pid)):
+            assert bench.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.01)
+        bench.send_signal(signum)
+        assert bench.wait(PATIENCE_S) == {signal.SIGINT: 130, signal.SIGTERM: 143}.get(signum, -signum)
+        while any(map(is_alive, servers)):
+            assert time.monotonic() < deadline_s, "the server outlives the benchmark"
+            time.sleep(0.01)
+        assert bench.stderr is not None and b"Traceback" not in bench.stderr.read()
+    if signum != signal.SIGKILL:
+        assert not list(tmp_path.iterdir())

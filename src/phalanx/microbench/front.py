@@ -13,12 +13,14 @@ import gc
 import json
 import resource
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from phalanx.core.errors import ConfigError
 from phalanx.engine.null import null_token_ids
@@ -85,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print a table and one JSON line."""
     _check(args)
     _raise_file_limit()
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _end)
     source = resolve_source(args.model, load_format="dummy", tokenizer_path=args.tokenizer_path)
     model = load_model_config(source)
     sayings = Sayings(load_tokenizer(source.tokenizer_path, vocab_size=model.vocab_size), model.vocab_size)
@@ -108,6 +112,11 @@ def run(args: argparse.Namespace) -> int:
     _print(figures)
     print(json.dumps({"benchmark": "front", "runs": [asdict(f) for f in figures]}))
     return 0
+
+
+def _end(signum: int, frame: object) -> NoReturn:
+    """What ends this process unwinds it, so that servers and temporary folders go with it."""
+    raise SystemExit(128 + signum)
 
 
 def _check(args: argparse.Namespace) -> None:

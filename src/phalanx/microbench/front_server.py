@@ -13,12 +13,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from phalanx.core.errors import ConfigError
 
 _START_S = 60.0
 _STOP_S = 45.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# `phalanx serve` that does not outlive the process whose id comes first.
+_SERVE = """import sys
+from phalanx.runtime.process import die_with_parent
+die_with_parent(int(sys.argv[1]))
+from phalanx.runtime.launch import main
+sys.exit(main(sys.argv[2:]))"""
 
 
 class NullServer:
@@ -35,29 +42,47 @@ class NullServer:
     """
 
     def __init__(self, flags: Sequence[str]) -> None:
-        self._log = tempfile.NamedTemporaryFile("w+b", prefix="phalanx-front-", suffix=".log")
+        self._flags = list(flags)
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # without a name: nothing stays, however this ends
         self.port = _free_port()
-        command = [sys.executable, "-m", "phalanx", "serve", "--device", "null", "--port", str(self.port)]
-        self._process = subprocess.Popen(
-            [*command, *flags], stdout=self._log, stderr=subprocess.STDOUT, process_group=0
-        )
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> NullServer:
-        deadline_s = time.monotonic() + _START_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > deadline_s:
-                log = Path(self._log.name).read_text(errors="replace").strip().splitlines()
-                self.close()
-                raise ConfigError("the server did not start: " + " | ".join(log[-3:]))
-            time.sleep(0.1)
+        # A process group of its own: Ctrl-C reaches this process alone, which then ends the server in order.
+        command = [
+            sys.executable,
+            "-c",
+            _SERVE,
+            str(os.getpid()),
+            "--device",
+            "null",
+            "--port",
+            str(self.port),
+        ]
+        try:
+            self._process = subprocess.Popen(
+                [*command, *self._flags], stdout=self._log, stderr=subprocess.STDOUT, process_group=0
+            )
+            deadline_s = time.monotonic() + _START_S
+            while not self._is_ready():
+                if self._process.poll() is not None or time.monotonic() > deadline_s:
+                    raise ConfigError("the server did not start: " + " | ".join(self._last_lines()))
+                time.sleep(0.1)
+        except BaseException:  # Ctrl-C and SIGTERM too
+            self.close()
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _last_lines(self) -> list[str]:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip().splitlines()[-3:]
+
     def close(self) -> None:
         """End it."""
-        if self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
                 self._process.wait(_STOP_S)
@@ -76,6 +101,7 @@ class NullServer:
 
     def pids(self, module: str) -> list[int]:
         """Processes of the server that run this module ("phalanx.server", the API workers)."""
+        assert self._process is not None, "not entered"
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [
