@@ -217,6 +217,22 @@ def test_everything_fits_on_cards_of_all_sizes(card: int, name: str) -> None:
     assert needs.total - needs.tables - needs.logits < 6.5 * GiB
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b", "qwen3-0.6b"])
+@pytest.mark.parametrize(("card", "rows"), [(24, 1024), (40, 2048), (80, 4096), (141, 4096)])
+def test_a_small_card_has_fewer_rows_and_a_pool_worth_having(card: int, rows: int, name: str) -> None:
+    free = int(CARDS[card] * GiB)
+    chosen = settle(name, hardware=msgspec.structs.replace(GPU, gpu_bytes=card * 10**9))
+    assert chosen.scheduler.max_running_requests == chosen.engine.cuda_graph_max_bs == rows
+    line = next(line for line in chosen.choices if line.startswith("max_running_requests"))
+    assert ("less than" in line) == (rows < 4096)
+    needs, weights = engine_needs(chosen), weight_bytes(chosen.model, 2)
+    check_memory(chosen, needs, free)
+    size = size_pool(chosen, needs, available_at_start=free, available_now=free - weights)
+    assert size.num_pages * 16 > 25_000
+    asked = settle(name, "--max-running-requests 4096", msgspec.structs.replace(GPU, gpu_bytes=24 * 10**9))
+    assert asked.scheduler.max_running_requests == 4096
+
+
 @pytest.mark.parametrize("flags", ["", "--chunked-prefill-size -1", "--attention-backend flashinfer"])
 @pytest.mark.parametrize(
     ("name", "tokens", "per_token"), [("llama-3-8b", 872_624, 131_072), ("qwen3-0.6b", 1_130_128, 114_688)]

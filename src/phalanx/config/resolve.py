@@ -22,7 +22,8 @@ from phalanx.core.errors import ConfigError
 
 # SGLang's rule for --max-running-requests without a flag ends between 2048 and 4096; on a CPU the GEMMs of
 # a small model saturate well before (benchmarks/cpu_layers.py), so fewer rows keep inter-token times short.
-_MAX_RUNNING_CUDA = 4096
+_MAX_RUNNING = 4096
+_MAX_RUNNING_SMALL = ((32, 1024), (60, 2048))  # on cards of less than so many GiB
 _MAX_RUNNING_CPU = 256
 # One worker writes 60,000 events in a second of a core; a second one halves the time in which a wide step
 # reaches all its clients.
@@ -47,7 +48,7 @@ def resolve(
     log = Log()
     _refuse_unbuilt(args, log)
     engine = settle_engine(args, hardware, model, log)
-    scheduler = _scheduler(args, engine, model, log)
+    scheduler = _scheduler(args, hardware, engine, model, log)
     engine = settle_graphs(args, engine, scheduler, log)
     cache = _cache(args, engine, scheduler, log)
     return Settings(
@@ -86,8 +87,19 @@ def _refuse_unbuilt(args: argparse.Namespace, log: Log) -> None:
         log("--enable-mixed-chunk: so already, prompt chunks and decode rows share a step")
 
 
+def _default_running(device: str, hardware: Hardware) -> tuple[int, str]:
+    """Rows, and why so many. What rows take of a small card is missed by the KV pool (`engine.needs`)."""
+    if device == "cpu":
+        return _MAX_RUNNING_CPU, "default on cpu"
+    if device == "cuda" and hardware.gpu_bytes:
+        for gib, rows in _MAX_RUNNING_SMALL:
+            if hardware.gpu_bytes < gib << 30:
+                return rows, f"default on a GPU of less than {gib} GiB"
+    return _MAX_RUNNING, f"default on {device}"
+
+
 def _scheduler(
-    args: argparse.Namespace, engine: EngineConfig, model: ModelConfig, log: Log
+    args: argparse.Namespace, hardware: Hardware, engine: EngineConfig, model: ModelConfig, log: Log
 ) -> SchedulerConfig:
     context = args.context_length
     if context is None:
@@ -108,8 +120,8 @@ def _scheduler(
         )
     running = args.max_running_requests
     if running is None:
-        running = _MAX_RUNNING_CPU if engine.device == "cpu" else _MAX_RUNNING_CUDA
-        log(f"max_running_requests = {running} (default on {engine.device})")
+        running, why = _default_running(engine.device, hardware)
+        log(f"max_running_requests = {running} ({why})")
     if running < 1:
         raise ConfigError(f"--max-running-requests must be at least 1, got {running}")
     if running * context * 4 > _MAX_TABLE_BYTES:
