@@ -173,6 +173,17 @@ def test_end_tokens(tmp_path):
     assert "eos_token_id 160" in refusal(tmp_path, eos_token_id=160)
 
 
+def test_more_end_tokens_than_a_row_has_room_for_are_refused(tmp_path: Path) -> None:
+    source = ModelSource(
+        name="m", load_format="safetensors", path=str(tmp_path), tokenizer_path=str(tmp_path)
+    )
+    parse(tmp_path, eos_token_id=[*range(16), 3])
+    assert len(load_model_config(source).eos_token_ids) == 16
+    parse(tmp_path, generation={"eos_token_id": list(range(17))})
+    with pytest.raises(ModelError, match=f"^{tmp_path} has 17 end tokens.*at most 16"):
+        load_model_config(source)
+
+
 def test_dtypes(tmp_path):
     assert parse(tmp_path, torch_dtype="bfloat16").dtype == "bfloat16"
     assert parse(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == "float16"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.core.errors import RequestError
+from phalanx.core.errors import ModelError, RequestError
 from phalanx.core.request import LogprobParams
 from phalanx.core.sampling_params import SamplingParams
-from phalanx.core.settle import Settler, mix_seed
+from phalanx.core.settle import Settler, end_tokens, mix_seed
 
 
 def settler(**changes: Any) -> Settler:
@@ -191,3 +191,21 @@ def test_logprob_requests_as_people_pass_them() -> None:
     assert LogprobParams(token_ids=None).token_ids == ()  # type: ignore[arg-type]
     with pytest.raises(RequestError):
         LogprobParams(token_ids=1.5)  # type: ignore[arg-type]
+
+
+def test_end_tokens_of_model_and_tokenizer_are_one_list() -> None:
+    assert end_tokens((5, 3), (3, 9)) == (5, 3, 9)
+    assert len(end_tokens(range(16), [3])) == 16
+    with pytest.raises(ModelError, match=r"the model has 17 end tokens.*at most 16"):
+        end_tokens(range(16), [16])
+
+
+def test_stop_ids_share_a_row_with_the_models_own() -> None:
+    many = settler(eos_token_ids=range(12))
+    assert len(one([1], many, stop_token_ids=(20, 21, 22, 23)).stop_ids) == 16
+    assert len(one([1], many, stop_token_ids=(0, 1, 2, 3, 20, 21)).stop_ids) == 14  # known ones take no room
+    assert one([1], many, stop_token_ids=range(20, 28), ignore_eos=True).stop_ids == tuple(range(20, 28))
+    with pytest.raises(RequestError) as caught:
+        one([1], many, stop_token_ids=(20, 21, 22, 23, 24))
+    assert "5 ids" in caught.value.message and "own 12 end tokens" in caught.value.message
+    assert caught.value.param == "stop_token_ids"

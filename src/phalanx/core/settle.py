@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.core.errors import RequestError
+from phalanx.core.errors import ModelError, RequestError
 from phalanx.core.request import EngineRequest, LogprobParams
-from phalanx.core.sampling_params import SamplingParams, check_integer
+from phalanx.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, check_integer
 
 _SEED_MASK = 2**63 - 1
 
@@ -30,6 +30,24 @@ def mix_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
     return (z ^ (z >> 31)) & _SEED_MASK
+
+
+def end_tokens(
+    model: Iterable[int], tokenizer: Iterable[int] = (), *, where: str = "the model"
+) -> tuple[int, ...]:
+    """The ids that end a text: the model's, then what only its tokenizer knows of, each once.
+
+    where: names the model in the error.
+
+    Raises:
+        ModelError: more than a row has room for.
+    """
+    ids = tuple(dict.fromkeys((*model, *tokenizer)))
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ModelError(
+            f"{where} has {len(ids)} end tokens (eos_token_id); at most {MAX_STOP_TOKEN_IDS} are possible"
+        )
+    return ids
 
 
 def _length(value: Any) -> int:
@@ -79,7 +97,7 @@ class Settler:
 
         Raises:
             RequestError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room in the
-                context, or parameters out of range (`SamplingParams.check`).
+                context, more stop ids than a row holds, or parameters out of range (`SamplingParams.check`).
         """
         sampling.check(self.vocab_size)
         ids = self.check_prompt(input_ids)
@@ -98,9 +116,7 @@ class Settler:
         seed = sampling.sampling_seed
         if seed is None:
             seed = int(self._seeds.integers(_SEED_MASK))
-        stops = (
-            sampling.stop_token_ids if sampling.ignore_eos else self.eos_token_ids + sampling.stop_token_ids
-        )
+        stops = self._stop_ids(sampling)
         return [
             EngineRequest(
                 stream_id=stream_id,
@@ -111,11 +127,22 @@ class Settler:
                     min_new_tokens=min(sampling.min_new_tokens, limit),
                     sampling_seed=mix_seed(seed, i),
                 ),
-                stop_ids=tuple(dict.fromkeys(stops)),
+                stop_ids=stops,
                 logprobs=logprobs,
             )
             for i, stream_id in enumerate(stream_ids)
         ]
+
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        own = () if sampling.ignore_eos else self.eos_token_ids
+        ids = tuple(dict.fromkeys(own + sampling.stop_token_ids))
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids holds {len(ids) - len(own)} ids beside the model's own {len(own)} end "
+                f"tokens: together at most {MAX_STOP_TOKEN_IDS} are possible, or ignore_eos",
+                param="stop_token_ids",
+            )
+        return ids
 
     def check_prompt(self, input_ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The prompt as int32, or a RequestError: empty, not integers, outside the vocabulary, too long."""

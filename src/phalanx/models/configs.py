@@ -13,6 +13,7 @@ from typing import Any
 
 from phalanx.config.groups import ModelConfig, ModelSource, RopeConfig
 from phalanx.core.errors import ModelError
+from phalanx.core.settle import end_tokens
 from phalanx.models.dummy import BUILTIN_CONFIGS
 from phalanx.models.gguf_config import gguf_model_config
 
@@ -53,9 +54,10 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     if source.load_format == "dummy" and source.path in BUILTIN_CONFIGS:
         return BUILTIN_CONFIGS[source.path]
     path = Path(source.path)
-    if path.suffix == ".gguf" and not path.is_dir():
-        return gguf_model_config(path)
-    return hf_model_config(path)
+    is_gguf = path.suffix == ".gguf" and not path.is_dir()
+    config = gguf_model_config(path) if is_gguf else hf_model_config(path)
+    end_tokens(config.eos_token_ids, where=str(path))  # as many as a row has room for?
+    return config
 
 
 def hf_model_config(folder: Path) -> ModelConfig:

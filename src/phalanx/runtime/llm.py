@@ -16,7 +16,7 @@ from phalanx.config.cli import add_model_arguments
 from phalanx.core.errors import ConfigError, EngineError, RequestError
 from phalanx.core.request import EngineRequest, LogprobParams
 from phalanx.core.sampling_params import SamplingParams, plain
-from phalanx.core.settle import Settler
+from phalanx.core.settle import Settler, end_tokens
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.interrupts import held_interrupts
 from phalanx.runtime.models import settle_settings
@@ -110,11 +110,11 @@ class LLM:
                 chat_template=self.settings.server.chat_template,
             )
             self._detokenizer = Detokenizer(self.tokenizer)
+        eos = end_tokens(
+            self.settings.model.eos_token_ids, () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        )
         tame_libraries()
         self._worker, self.info = build_worker(self.settings, progress=progress)
-        eos = self.settings.model.eos_token_ids
-        if self.tokenizer is not None:
-            eos = tuple(dict.fromkeys((*eos, *self.tokenizer.eos_token_ids)))
         self._settler = Settler(
             vocab_size=self.settings.model.vocab_size,
             context_length=self.settings.scheduler.context_length,

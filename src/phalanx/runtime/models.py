@@ -7,6 +7,7 @@ import argparse
 from phalanx.config.groups import Settings
 from phalanx.config.hardware import detect
 from phalanx.config.resolve import resolve
+from phalanx.core.settle import end_tokens
 from phalanx.models.configs import load_model_config
 from phalanx.models.source import resolve_source
 from phalanx.text.tokenizer import load_tokenizer
@@ -31,11 +32,12 @@ def check_tokenizer(settings: Settings) -> None:
     """Load the tokenizer once before any process is started, so that a missing one is refused at once.
 
     Raises:
-        ConfigError, ModelError: there is none, or the chat template is unusable.
+        ConfigError, ModelError: there is none, its chat template is unusable, or it has an end token too many.
     """
     if not settings.server.skip_tokenizer_init:
-        load_tokenizer(
+        tokenizer = load_tokenizer(
             settings.source.tokenizer_path,
             vocab_size=settings.model.vocab_size,
             chat_template=settings.server.chat_template,
         )
+        end_tokens(settings.model.eos_token_ids, tokenizer.eos_token_ids)

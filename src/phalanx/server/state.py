@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from phalanx.config.groups import ServerConfig, Settings
 from phalanx.core.errors import RequestError
 from phalanx.core.request import WORKER_SHIFT
-from phalanx.core.settle import Settler
+from phalanx.core.settle import Settler, end_tokens
 from phalanx.messages import Control
 from phalanx.runtime.channels import WorkerEnd
 from phalanx.runtime.heartbeat import Heartbeat
@@ -184,7 +184,7 @@ def build_api_worker(
     """Wire up one worker. slot: None where it is the worker's number. run_dir: see ApiWorker."""
     slot = worker_id if slot is None else slot
     metrics = WorkerMetrics(None if run_dir is None else metrics_path(run_dir, slot))
-    eos = settings.model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ())
+    eos = end_tokens(settings.model.eos_token_ids, () if tokenizer is None else tokenizer.eos_token_ids)
     settler = Settler(
         vocab_size=settings.model.vocab_size,
         context_length=settings.scheduler.context_length,
