@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Everything that docs/measured.md tells of the CUDA engine, in parts of at most 8 minutes that can be resumed.
+# What docs/measured.md tells of the CUDA engine, in parts of at most 8 minutes that can be resumed; but not what
+# earlier code did, nor the single experiments under "Launches that wait". The KV-index kernels: kv_indices.sh.
 # usage: benchmarks/gpu/parts.sh OUTPUT_FOLDER [PART...]   (from the repository's root)
-# numbers: offline-MODEL, offline-MODEL-mixed and -flashinfer (throughput, steady decode, linears alone),
-#   seed-MODEL, ordinary-default, ordinary-baseline, http-MODEL-seed and -graphs, decode-shapes, long-rows.
+# numbers: offline-MODEL, with -mixed, -mixed-eager, -flashinfer and -eager-serial (that with FlashInfer)
+#   (throughput, steady decode, linears alone), seed-MODEL, ordinary-default, -baseline and -chunked,
+#   http-MODEL-seed and -graphs, http-qwen3-0.6b-4-workers, decode-shapes (three models), decode-configs,
+#   long-rows, model-kernels (norms, SiLU, RoPE, prompt attention; FlashInfer's beside them, whose modules
+#   compile-flashinfer builds beforehand, several at once).
 # correctness: tests-kernels, tests-models, wide (4096 rows, 10,000 requests), heads (head dims, FlashInfer
 #   refuses some), smollm2 (must have been pulled), memcheck and memcheck-eager (a server under
 #   compute-sanitizer).
@@ -18,9 +22,10 @@ export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 status=0
 repeats="--repeats ${REPEATS:-3}"
 
-numbers=(offline-{llama-3-8b,qwen3-0.6b} ordinary-{default,baseline} seed-{llama-3-8b,qwen3-0.6b}
-  offline-qwen3-0.6b-{flashinfer,mixed} offline-llama-3-8b-mixed
-  http-{llama-3-8b,qwen3-0.6b}-{graphs,seed} decode-shapes long-rows)
+numbers=(compile-flashinfer offline-{llama-3-8b,qwen3-0.6b} ordinary-{default,baseline,chunked}
+  seed-{llama-3-8b,qwen3-0.6b} offline-qwen3-0.6b-{flashinfer,eager-serial,mixed,mixed-eager}
+  offline-llama-3-8b-mixed http-{llama-3-8b,qwen3-0.6b}-{graphs,seed} http-qwen3-0.6b-4-workers
+  decode-shapes decode-configs long-rows model-kernels)
 correctness=(tests-kernels tests-models wide heads smollm2 memcheck memcheck-eager)
 profiles=(profile-{qwen3-0.6b,llama-3-8b} profile-qwen3-0.6b-{mixed,eager})
 
@@ -69,17 +74,33 @@ steady="--num-prompts 4096 --random-range-ratio 1 --warm-up-steps 64"
 run_part() {
   local name=${1#*-}
   case $1 in
+    offline-*-mixed-eager) offline "${name%-mixed-eager}:triton:mixed:eager" ;;
     offline-*-mixed) offline "${name%-mixed}:triton:mixed" ;;
+    offline-*-eager-serial) offline "${name%-eager-serial}:flashinfer:eager:serial" ;;
     offline-*-flashinfer) offline "${name%-flashinfer}:flashinfer" ;;
     offline-*) offline "$name:triton" ;;
     seed-*) bench seed_experiment --models "$name" $repeats ;;
     ordinary-*) bench ordinary_shape --variants "$name" $repeats ;;
+    # A folder of its own, since what stands in one is told apart by model and mode.
+    http-*-4-workers)
+      run benchmarks/gpu/http_serving.py "$out/4-workers" --models "${name%-4-workers}" --modes graphs \
+        --serve "--api-workers 4" $repeats
+      ;;
     http-*) bench http_serving --models "${name%-*}" --modes "${name##*-}" $repeats ;;
-    decode-shapes) bench decode_shapes ;;
+    decode-shapes)
+      bench decode_shapes --parts backends &&
+        for model in qwen3-0.6b llama-3.2-1b; do
+          bench decode_shapes --parts backends --model $model \
+            --shapes 4096x84,1024x800,280x1024,128x2048,8x2048 || return 1
+        done
+      ;;
+    decode-configs) bench decode_shapes --parts configs ;;
+    compile-flashinfer) run benchmarks/gpu/model_kernels.py --compile ;;
+    model-kernels) run benchmarks/gpu/model_kernels.py --parts elementwise,prefill --output "$out" ;;
     long-rows) bench long_rows ;;
     tests-kernels) tests tests/kernels ;;
     # The others that are for a GPU are parts of their own.
-    tests-models) tests tests/models/test_{cuda_engine,first_use,weights}.py ;;
+    tests-models) tests tests/models/test_{cuda_engine,captured_prompts,first_use,flashinfer_plan,weights}.py ;;
     wide) tests tests/models/test_gpu_wide.py ;;
     heads) tests tests/models/test_cuda_engine.py -k "logits_are_as_near" ;;
     smollm2) tests tests/models/test_gpu_smollm2.py ;;
