@@ -256,6 +256,8 @@ def test_a_worker_that_is_not_heard_of_loses_its_requests(monkeypatch):
         assert other.finish[kept] is Finish.LENGTH and other.tokens[kept] == 50
         stopped.wait(lambda: lost in stopped.finish)  # it is told when it goes on
         assert stopped.finish[lost] is Finish.ABORT
+        # Nobody asked for that end: it is an error, not an abort that a client could take for success.
+        assert stopped.errors[lost] == (503, "the API worker did not answer for too long")
         again = stopped.submit(2)
         stopped.wait(lambda: again in stopped.finish)
         assert stopped.finish[again] is Finish.LENGTH and other.pages_held(4) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from phalanx.server.logprobs import TokenTexts
 from phalanx.server.response import Response
 from phalanx.server.sessions import Call, OutputStream
 from phalanx.server.stream import Dispatcher
+from phalanx.server.worker_metrics import CAUSES, ENDS, WorkerMetrics
 from phalanx.text.output import TextStream
 from tests.unit import tiny_tokenizers
 
@@ -459,3 +461,84 @@ def test_a_lane_that_fails_ends_its_stream_alone(caplog):
     good, bad = asyncio.run(scenario())
     assert said("incremental", good.items(), 1)[0] == (tokenizer.decode(ids), ids, "length")
     assert b"internal error" in bad.transport.written and b"[DONE]" not in bad.transport.written
+
+
+LOST = (503, "the API worker did not answer for too long")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_end_that_the_engine_made_for_want_of_a_worker_is_an_error(kind, is_stream):
+    """Not a success with less text; and what the engine has counted is not counted again as a pause."""
+    tokenizer = tiny_tokenizers.byte_level()
+    ids = tokenizer.encode("words that were said")
+
+    async def scenario(is_joined):
+        metrics = WorkerMetrics()
+        rig = Rig(
+            tokenizer,
+            kind,
+            SamplingParams(),
+            1,
+            dispatcher=Dispatcher(abort=lambda ids: None, metrics=metrics),
+        )
+        rig.call.is_stream = is_stream
+        tokens = [rig.step([(0, token, Finish.NONE)]) for token in ids[:3]]
+        end = replace(rig.step([(0, -1, Finish.ABORT)]), errors=((100, *LOST),))
+        for steps in [[*tokens, end]] if is_joined else [[step] for step in (*tokens, end)]:
+            rig.dispatcher.on_outputs(steps)
+        metrics.publish()
+        return rig, metrics.snapshot()
+
+    for is_joined in (False, True):
+        rig, figures = asyncio.run(scenario(is_joined))
+        written = rig.transport.written
+        if is_stream and not is_joined:
+            assert written.startswith(b"HTTP/1.1 200")
+            assert b"[DONE]" not in written and b'"code":503' in written and b'"retryable":true' in written
+            assert b'"abort"' not in written
+        else:
+            assert written.startswith(b"HTTP/1.1 503")
+        assert LOST[1].encode() in written
+        assert dict(zip(ENDS, figures["ends"][0], strict=True)) == dict.fromkeys(ENDS, 0) | {"error": 1}
+        assert figures["causes"].sum() == 0
+
+
+def test_an_abort_of_the_engine_without_an_error_is_a_pause():
+    tokenizer = tiny_tokenizers.byte_level()
+    (token,) = tokenizer.encode("x")
+    metrics = WorkerMetrics()
+
+    async def scenario():
+        rig = Rig(
+            tokenizer,
+            "incremental",
+            SamplingParams(stop=("x",)),
+            2,
+            dispatcher=Dispatcher(abort=lambda ids: None, metrics=metrics),
+        )
+        # One has reached its stop string before it is told of the pause: it was not aborted.
+        steps = [
+            rig.step([(0, token, Finish.NONE)]),
+            rig.step([(0, -1, Finish.ABORT), (1, -1, Finish.ABORT)]),
+        ]
+        rig.dispatcher.on_outputs(steps)
+        return said("incremental", rig.items(), 2)
+
+    assert [reason for _, _, reason in asyncio.run(scenario())] == ["stop", "abort"]
+    metrics.publish()
+    figures = metrics.snapshot()
+    assert dict(zip(CAUSES, figures["causes"][0], strict=True)) == dict.fromkeys(CAUSES, 0) | {"pause": 1}
+
+
+def test_a_stop_string_that_came_with_a_failure_is_a_whole_answer():
+    tokenizer = tiny_tokenizers.byte_level()
+
+    async def scenario():
+        rig = Rig(tokenizer, "completions", SamplingParams(stop=("x",)), 1)
+        tokens = [rig.step([(0, token, Finish.NONE)]) for c in "ax" for token in tokenizer.encode(c)]
+        end = replace(rig.step([(0, -1, Finish.ABORT)]), errors=((100, *LOST),))
+        rig.dispatcher.on_outputs([*tokens, end])
+        return said("completions", rig.items(), 1)
+
+    assert asyncio.run(scenario()) == [("a", [], "stop")]

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,13 @@ class EngineLoop:
     def _refuse(self, request: EngineRequest, error: RequestError) -> None:
         self._channel.send_outputs(_refusal(request.stream_id, error))
 
-    def _abort(self, stream_ids: Iterable[int]) -> None:
+    def _abort(self, stream_ids: Iterable[int], error: RequestError | None = None) -> None:
+        """End these streams. error: why, if it was nobody's wish."""
         self._worker.abort(stream_ids)
         ends = self._worker.pending_outputs()
+        if ends is not None and error is not None:
+            errors = tuple((stream_id, error.status, error.message) for stream_id in ends.stream_ids.tolist())
+            ends = replace(ends, errors=errors)
         if ends is not None:
             self._send([ends])
 
@@ -151,7 +156,8 @@ class EngineLoop:
         streams = [s for s in self._worker.scheduler.stream_ids() if s >> WORKER_SHIFT == worker_id]
         logger.warning("API worker %d %s: aborting its %d sequences", worker_id, why, len(streams))
         self._num_lost += len(streams)
-        self._abort(streams)
+        # With an error: should it go on, its clients must not take what they have for a whole answer.
+        self._abort(streams, RequestError("the API worker did not answer for too long", status=503))
 
     def _greet(self, worker_id: int) -> None:
         """Tell a worker that the engine is ready; all of the first ones at once, when the last is there.

@@ -299,12 +299,15 @@ class Dispatcher:
         if stream.logprobs is not None:  # tokens past a stop string leave none behind
             stream.logprobs.output.truncate(stream.num_output_tokens)
         is_whole = reason.kind in ("stop", "length")
+        if is_whole:  # by a stop string among tokens that came together with a failure
+            stream.error = None
         self._metrics.ended("error" if stream.error is not None else reason.kind)
         self.latencies.ended(stream.stream_id, stream.call.response.received_s if is_whole else None)
         if finish == Finish.NONE:  # found here, by a stop string: the engine does not know yet
             self._release([stream])
         elif self._streams.pop(stream.stream_id, None) is not None:
-            if finish == Finish.ABORT and stream.error is None:  # the engine's own doing
+            # The engine did it. With an error it was no pause: it refused the request, or counts it itself.
+            if reason.kind == "abort" and stream.error is None:
                 self._metrics.aborted("pause")
 
     def _finish_whole(self, call: Call, stream: OutputStream) -> None:
