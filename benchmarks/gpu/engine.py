@@ -156,10 +156,12 @@ def print_table(records: list[dict[str, Any]]) -> None:
 
 
 def print_runs(name: str, runs: list[dict[str, Any]]) -> None:
+    """A run without a whole step in its trace lacks the trace's figures."""
     if not runs:
         return
-    figures = [k for k, v in runs[0].items() if isinstance(v, float)]
-    print(f"    {name}: " + ", ".join(f"{k} {median_and_range([run[k] for run in runs])}" for k in figures))
+    figures = dict.fromkeys(k for run in runs for k, v in run.items() if isinstance(v, float))
+    cells = (f"{k} {median_and_range([run.get(k) for run in runs])}" for k in figures)
+    print(f"    {name}: " + ", ".join(cells))
     groups = {group for run in runs for group in run.get("groups_ms", {})}
     times = {g: [run["groups_ms"].get(g, 0.0) for run in runs if "groups_ms" in run] for g in groups}
     if times:
