@@ -184,8 +184,11 @@ def compile_all() -> bool:
     for module, log, child in children:
         code = child.wait()
         log.seek(0)
-        last = (log.read().strip().splitlines() or ["said nothing"])[-1]
-        print(f"{module}: {last if not code else f'FAILED, exit code {code}: {last[-300:]}'}", flush=True)
+        lines = log.read().strip().splitlines() or ["said nothing"]
+        shown = [line for line in lines if code and "error" in line.lower()][:4] + lines[-1:]
+        print(
+            f"{module}: {f'FAILED, exit code {code}: ' if code else ''}{' | '.join(shown)[:1200]}", flush=True
+        )
         well &= not code
     return well
 
