@@ -58,6 +58,7 @@ def test_float_round_trip(tmp_path, family, tied):
         values.add_(1)  # its own memory: the map is read-only
     assert config.architecture == ("LlamaForCausalLM" if family == "mistral" else type(model).__name__)
     assert config.tie_word_embeddings == tied and config.dtype == "float32"
+    assert config.quantization is None
     assert config.attention_bias == (family == "qwen2") and config.qk_norm == (family == "qwen3")
     assert config.head_dim == (16 if family == "qwen3" else 8) and config.num_kv_heads == 2
     assert config.rms_norm_eps == 1e-5 and config.rope == RopeConfig() and config.sliding_window is None
@@ -87,6 +88,7 @@ def test_quantised_round_trip(tmp_path, family, quantization, tolerance, dtype):
     model = tiny_model(family, **WIDE)
     config, weights = load(save_tiny_gguf(tmp_path / "m.gguf", model, quantization=quantization))
     assert config.dtype == dtype
+    assert config.quantization == (None if quantization.name in ("F16", "BF16") else quantization.name)
     for name, values in model.state_dict().items():
         assert weights[name].dtype == torch.float32 and weights[name].shape == values.shape
         error = (weights[name] - values).abs().max() / values.abs().max()

@@ -187,6 +187,16 @@ def test_a_memory_fraction_beside_a_fixed_pool_is_said_to_be_unused() -> None:
         ("--device null --null-step-ms 0", "--null-step-ms"),
         ("--device null --mem-fraction-static 0.3", "--mem-fraction-static"),
         ("--device null --null-step-ms inf", "--null-step-ms"),
+        ("--device null --null-step-ms 1e308", "--null-step-ms"),
+        ("--device null --max-total-tokens 100000000000", "--max-total-tokens 100000000000"),
+        ("--max-running-requests 1000000000 --context-length 4", "--max-running-requests"),
+        ("--max-running-requests 1048577 --context-length 4", "at most 1048576"),
+        ("--watchdog-timeout 1e10", "--watchdog-timeout"),
+        ("--shutdown-timeout inf", "--shutdown-timeout"),
+        ("--request-timeout 1e300", "--request-timeout"),
+        ("--served-model-name \udcff", "--served-model-name"),
+        ("--api-key \udcff", "--api-key"),
+        ("--model \udcff", "--model"),
         ("--stream-interval 0", "--stream-interval"),
         ("--skip-tokenizer-init --chat-template {{messages}}", "--chat-template"),
     ],
@@ -198,10 +208,79 @@ def test_what_cannot_be_done_is_refused_in_one_line(flags: str, word: str) -> No
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["", " abc", "abc\n", "abc\t", "a\x00c", "a\nb", "\udcff", "\x7f"])
+@pytest.mark.parametrize("origin", ["--api-key", "PHALANX_API_KEY"])
+def test_a_key_that_no_client_can_send_is_refused_by_where_it_came_from(key: str, origin: str) -> None:
+    args = build_parser().parse_args(["--model", "m", f"--api-key={key}"])
+    args.api_key_origin = origin
+    with pytest.raises(ConfigError) as error:
+        resolve(args, HARDWARE, SOURCE, MODEL)
+    assert str(error.value).startswith(origin) and "abc" not in str(error.value)
+
+
+def test_keys_that_can_be_sent() -> None:
+    for key in ("abc", "a b", "sk-\u00e4"):
+        args = build_parser().parse_args(["--model", "m", "--api-key", key])
+        assert resolve(args, HARDWARE, SOURCE, MODEL).server.api_key == key
+
+
+def test_a_path_that_is_no_text_is_refused() -> None:
+    source = msgspec.structs.replace(SOURCE, path="/models/\udcff")
+    with pytest.raises(ConfigError, match="the model's path"):
+        resolve(build_parser().parse_args(["--model", "m"]), HARDWARE, source, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--log-requests-level 3", "--log-requests-level 3: not used without --log-requests"),
+        ("--log-requests-format text", "--log-requests-format text: not used without --log-requests"),
+        (
+            "--skip-tokenizer-init --tokenizer-path t",
+            "--tokenizer-path t: not used with --skip",
+        ),
+        ("--device null --num-threads 4", "--num-threads 4: not used on null, which runs no model"),
+        ("--device null --dtype float32", "--dtype float32: not used on null, which runs no model"),
+        (
+            "--device null --attention-backend torch_native",
+            "--attention-backend torch_native: not used",
+        ),
+        ("--device cpu --chunked-prefill-size -1", "chunked_prefill_size = -1 (off): a step may take 16384"),
+    ],
+)
+def test_what_has_no_effect_or_a_price_is_said(flags: str, line: str) -> None:
+    assert sum(choice.startswith(line) for choice in settle(f"--model m {flags}").choices) == 1
+
+
+def test_nothing_is_said_of_what_has_its_effect() -> None:
+    for flags in (
+        "--log-requests --log-requests-level 3 --log-requests-format json --tokenizer-path t",
+        "--num-threads 4 --dtype float32 --chunked-prefill-size 64",
+        "--device null",
+    ):
+        log = "\n".join(settle(f"--model m {flags}").choices)
+        assert "not used" not in log and "(off)" not in log
+    server = settle("--model m --log-requests --log-requests-level 3 --log-requests-format json").server
+    assert (server.log_requests_level, server.log_requests_format) == (3, "json")
+    assert settle("--model m --log-requests").server.log_requests_level == 2
+    assert settle("--model m --log-requests-level 3").server.log_requests_level is None
+
+
+def test_the_log_says_how_weights_are_stored() -> None:
+    packed = msgspec.structs.replace(MODEL, quantization="Q4_1")
+    for hardware in (HARDWARE, GPU):
+        (line,) = (c for c in settle("--model m", packed, hardware).choices if c.startswith("dtype = "))
+        assert line.endswith("Q4_1 blocks are dequantised)")
+        assert "the checkpoint says bfloat16" in "".join(settle("--model m", hardware=hardware).choices)
+
+
 def test_table_too_large_is_refused() -> None:
     model = msgspec.structs.replace(MODEL, max_position_embeddings=131072)
     with pytest.raises(ConfigError, match="GiB"):
         settle("--model m --max-running-requests 65536 --context-length 131072", model)
+    model = msgspec.structs.replace(MODEL, max_position_embeddings=10**400)
+    with pytest.raises(ConfigError, match="GiB"):
+        settle("--model m", model)
 
 
 def test_sliding_window_limits_the_context() -> None:

@@ -146,6 +146,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help="demanded as a bearer token on every route but /health, /ready, /ping and the page at /; "
         "$PHALANX_API_KEY keeps it out of ps",
     )
+    parser.set_defaults(api_key_origin="--api-key")
     group.add_argument(
         "--cors-allow-origins",
         default="*",
@@ -171,10 +172,12 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-requests-level",
         type=int,
         choices=(0, 1, 2, 3),
-        default=2,
-        help="0: counts and times; 1: parameters too; 2: the beginning of prompt and output too; 3: all",
+        help="0: counts and times; 1: parameters too; 2 (default): the beginning of prompt and output too; "
+        "3: all",
     )
-    group.add_argument("--log-requests-format", choices=("text", "json"), default="text", help="of a line")
+    group.add_argument(
+        "--log-requests-format", choices=("text", "json"), help="of a line of the request log (default: text)"
+    )
     group.add_argument("--served-model-name", help="the name clients use (default: the model as typed)")
     group.add_argument(
         "--skip-tokenizer-init", action="store_true", help="ids in, ids out: no tokenizer is loaded"

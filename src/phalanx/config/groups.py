@@ -33,7 +33,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         qk_norm: RMSNorm over head_dim on q and k before RoPE (Qwen3).
         sliding_window: the active window in tokens, or None.
         eos_token_ids: the model's own end tokens (generation config first).
-        dtype: the checkpoint's dtype, "bfloat16", "float16" or "float32".
+        dtype: the checkpoint's dtype, "bfloat16", "float16" or "float32" ("bfloat16" if quantised).
+        quantization: the GGUF block type of the projections ("Q4_1"), dequantised at load; None for floats.
     """
 
     architecture: str
@@ -56,6 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "bfloat16"
+    quantization: str | None = None
 
     @property
     def q_size(self) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
-from urllib.parse import urlsplit
 
 from phalanx.config.groups import (
     PAGE_SIZES,
@@ -13,11 +11,11 @@ from phalanx.config.groups import (
     ModelConfig,
     ModelSource,
     SchedulerConfig,
-    ServerConfig,
     Settings,
 )
 from phalanx.config.hardware import Hardware
 from phalanx.config.resolve_engine import Log, settle_engine, settle_graphs
+from phalanx.config.resolve_server import settle_server
 from phalanx.core.errors import ConfigError
 
 # SGLang's rule for --max-running-requests without a flag ends between 2048 and 4096; on a CPU the GEMMs of
@@ -25,11 +23,8 @@ from phalanx.core.errors import ConfigError
 _MAX_RUNNING = 4096
 _MAX_RUNNING_SMALL = ((32, 1024), (60, 2048))  # on cards of less than so many GiB
 _MAX_RUNNING_CPU = 256
-# One worker writes 60,000 events in a second of a core; a second one halves the time in which a wide step
-# reaches all its clients.
-# qwen3-0.6b on 10 cores of an H200 host: 914 req/s with one worker, 2709 with four (docs/measured.md).
-_CORES_PER_API_WORKER, _MAX_AUTO_API_WORKERS, _MAX_API_WORKERS = 4, 4, 64
-_MAX_TABLE_BYTES = 16 * 2**30  # request-to-token tables beyond this are a mistake in the flags
+# Beyond these the flags are a mistake: bytes of request-to-token tables, rows, pages of a pool on paper.
+_MAX_TABLE_BYTES, _MAX_ROWS, _MAX_PAGES = 16 * 2**30, 2**20, 2**30
 
 
 def resolve(
@@ -46,6 +41,7 @@ def resolve(
         ConfigError: a flag asks for what cannot be done.
     """
     log = Log()
+    _refuse_no_text(args, source)
     _refuse_unbuilt(args, log)
     engine = settle_engine(args, hardware, model, log)
     scheduler = _scheduler(args, hardware, engine, model, log)
@@ -57,9 +53,18 @@ def resolve(
         cache=cache,
         scheduler=scheduler,
         engine=engine,
-        server=_server(args, hardware, source, log),
+        server=settle_server(args, hardware, source, log),
         choices=tuple(log.lines),
     )
+
+
+def _refuse_no_text(args: argparse.Namespace, source: ModelSource) -> None:
+    """Bytes that are no UTF-8, which Python lets through as lone surrogates: JSON and clients cannot."""
+    flags = {f"--{dest.replace('_', '-')}": value for dest, value in vars(args).items() if dest != "api_key"}
+    paths = {"the model's path": source.path, "the tokenizer's path": source.tokenizer_path}
+    for name, value in (flags | paths).items():
+        if isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+            raise ConfigError(f"{name} is no valid text (UTF-8): {value!a}")
 
 
 def _refuse_unbuilt(args: argparse.Namespace, log: Log) -> None:
@@ -124,10 +129,12 @@ def _scheduler(
         log(f"max_running_requests = {running} ({why})")
     if running < 1:
         raise ConfigError(f"--max-running-requests must be at least 1, got {running}")
+    if running > _MAX_ROWS:
+        raise ConfigError(f"--max-running-requests must be at most {_MAX_ROWS}, got {running}")
     if running * context * 4 > _MAX_TABLE_BYTES:
         raise ConfigError(
             f"--max-running-requests {running} x --context-length {context} needs a request table of "
-            f"{running * context * 4 / 2**30:.0f} GiB: lower one of them"
+            f"{running * context * 4 // 2**30} GiB: lower one of them"
         )
     chunk = args.chunked_prefill_size
     if chunk is None:
@@ -135,6 +142,11 @@ def _scheduler(
         log(f"chunked_prefill_size = {chunk} (bounds the length of a step)")
     if chunk != -1 and chunk < 1:
         raise ConfigError(f"--chunked-prefill-size must be -1 (off) or at least 1, got {chunk}")
+    if chunk == -1 and engine.device == "cpu":
+        log(
+            f"chunked_prefill_size = -1 (off): a step may take {args.max_prefill_tokens} prompt tokens, "
+            "which is many seconds on a CPU, and no running request goes on meanwhile"
+        )
     if args.max_prefill_tokens < 1:
         raise ConfigError(f"--max-prefill-tokens must be at least 1, got {args.max_prefill_tokens}")
     if chunk > args.max_prefill_tokens:
@@ -165,6 +177,12 @@ def _cache(
         raise ConfigError(
             f"--max-total-tokens {args.max_total_tokens} holds not even one page of {page_size}"
         )
+    tokens = args.max_total_tokens
+    if tokens is None and engine.device == "null":
+        tokens = scheduler.max_running_requests * scheduler.context_length
+    if tokens is not None and tokens // page_size >= _MAX_PAGES:
+        what = "the KV pool" if args.max_total_tokens is None else f"--max-total-tokens {tokens}"
+        raise ConfigError(f"{what} makes {tokens // page_size} pages; there may be {_MAX_PAGES - 1}")
     fraction = args.mem_fraction_static
     if fraction is not None and engine.device == "null":
         raise ConfigError("--mem-fraction-static is not possible on null: no model takes memory there")
@@ -184,72 +202,4 @@ def _cache(
         max_total_tokens=args.max_total_tokens,
         mem_fraction_static=fraction,
         dtype=engine.dtype,
-    )
-
-
-def _api_workers(args: argparse.Namespace, hardware: Hardware, log: Log) -> int:
-    wanted: int | None = args.api_workers
-    if wanted is None:
-        wanted = min(max(hardware.num_cpus // _CORES_PER_API_WORKER, 1), _MAX_AUTO_API_WORKERS)
-        log(f"api_workers = {wanted} ({hardware.num_cpus} cores, the engine needs some of them too)")
-    if not 1 <= wanted <= _MAX_API_WORKERS:
-        raise ConfigError(f"--api-workers must be in [1, {_MAX_API_WORKERS}], got {wanted}")
-    return wanted
-
-
-def _timeout(value: float, flag: str, low: float) -> float:
-    if value != 0 and not low <= value < math.inf:  # NaN is in no range
-        raise ConfigError(f"{flag} must be 0 or at least {low:g} seconds, got {value}")
-    return value
-
-
-def _origins(text: str) -> tuple[str, ...]:
-    """`--cors-allow-origins`: "*", or scheme://host[:port] and more of them."""
-    origins = tuple(origin.strip().rstrip("/") for origin in text.split(",") if origin.strip())
-    if origins == ("*",):
-        return origins
-    for origin in origins:
-        parts = urlsplit(origin)
-        if not parts.scheme or not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}":
-            raise ConfigError(f"--cors-allow-origins takes * or scheme://host[:port], got {origin!r}")
-    return origins
-
-
-def _server(args: argparse.Namespace, hardware: Hardware, source: ModelSource, log: Log) -> ServerConfig:
-    if not hasattr(args, "host"):
-        return ServerConfig(host="", port=0, served_model_name=source.name, chat_template=args.chat_template)
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port must be in [0, 65535], got {args.port}")
-    if args.api_key == "":
-        raise ConfigError("--api-key must not be empty")
-    if args.request_timeout is not None and not 0 < args.request_timeout < math.inf:
-        raise ConfigError(f"--request-timeout must be a number above 0, got {args.request_timeout:g}")
-    if args.stream_interval < 1:
-        raise ConfigError(f"--stream-interval must be at least 1, got {args.stream_interval}")
-    if args.skip_tokenizer_init and args.chat_template is not None:
-        raise ConfigError(
-            "--chat-template is not possible with --skip-tokenizer-init: a chat needs a tokenizer"
-        )
-    name = args.served_model_name
-    if name is None:
-        name = source.name
-        log(f"served_model_name = {name} (as typed)")
-    return ServerConfig(
-        host=args.host,
-        port=args.port,
-        served_model_name=name,
-        api_key=args.api_key,
-        cors_allow_origins=_origins(args.cors_allow_origins),
-        request_timeout_s=args.request_timeout,
-        enable_cache_report=args.enable_cache_report,
-        log_requests_level=args.log_requests_level if args.log_requests else None,
-        log_requests_format=args.log_requests_format,
-        api_workers=_api_workers(args, hardware, log),
-        shutdown_timeout_s=_timeout(args.shutdown_timeout, "--shutdown-timeout", 0.0),
-        watchdog_timeout_s=_timeout(args.watchdog_timeout, "--watchdog-timeout", 1.0),
-        log_level=args.log_level,
-        skip_tokenizer_init=args.skip_tokenizer_init,
-        stream_interval=args.stream_interval,
-        incremental_streaming_output=args.incremental_streaming_output,
-        chat_template=args.chat_template,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import secrets
 
 import msgspec
@@ -16,6 +15,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _MAX_GRAPH_ROWS = 8192
 _MAX_THREADS = 1024  # OpenMP ends the process where the system gives it fewer than it asks for
+_MAX_NULL_STEP_MS = 86400e3  # a day: sleeps do not take every number
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
@@ -37,6 +37,8 @@ def settle_engine(args: argparse.Namespace, hardware: Hardware, model: ModelConf
     backend = _attention_backend(args, device, dtype, hardware, model, log)
     if args.num_threads is not None and not 1 <= args.num_threads <= _MAX_THREADS:
         raise ConfigError(f"--num-threads must be in [1, {_MAX_THREADS}], got {args.num_threads}")
+    if device == "null":
+        _say_what_null_ignores(args, log)
     threads = args.num_threads or hardware.num_cpus
     seed = args.random_seed
     if seed is not None and not 0 <= seed < 2**63:
@@ -67,24 +69,39 @@ def _device(args: argparse.Namespace, hardware: Hardware, log: Log) -> str:
     return device
 
 
+def _say_what_null_ignores(args: argparse.Namespace, log: Log) -> None:
+    for flag, value, default in (
+        ("--num-threads", args.num_threads, None),
+        ("--dtype", args.dtype, "auto"),
+        ("--attention-backend", args.attention_backend, "auto"),
+    ):
+        if value != default:
+            log(f"{flag} {value}: not used on null, which runs no model")
+
+
 def _null_step_ms(args: argparse.Namespace, device: str) -> float | None:
     step_ms: float | None = args.null_step_ms
     if step_ms is not None and device != "null":
         raise ConfigError(f"--null-step-ms goes with --device null, not {device}")
-    if step_ms is not None and not 0 < step_ms < math.inf:
-        raise ConfigError(f"--null-step-ms must be a number above 0, got {step_ms:g}")
+    if step_ms is not None and not 0 < step_ms <= _MAX_NULL_STEP_MS:
+        raise ConfigError(
+            f"--null-step-ms must be above 0 and at most {_MAX_NULL_STEP_MS:.0f}, got {step_ms:g}"
+        )
     return step_ms
 
 
 def _dtype(args: argparse.Namespace, device: str, hardware: Hardware, model: ModelConfig, log: Log) -> str:
     dtype = _DTYPE_ALIASES.get(args.dtype, args.dtype)
+    stored = f"the checkpoint says {model.dtype}"
+    if model.quantization is not None:
+        stored = f"{model.quantization} blocks are dequantised"
     if dtype == "auto" and device == "cuda":
         dtype = "float16" if model.dtype == "float16" else "bfloat16"
-        log(f"dtype = {dtype} (the checkpoint says {model.dtype})")
+        log(f"dtype = {dtype} ({stored})")
     elif dtype == "auto":
         dtype = "bfloat16" if hardware.cpu_has_bf16 else "float32"
         why = "this CPU multiplies bfloat16" if hardware.cpu_has_bf16 else "this CPU has no bfloat16 units"
-        log(f"dtype = {dtype} ({why}; the checkpoint says {model.dtype})")
+        log(f"dtype = {dtype} ({why}; {stored})")
     if dtype == "float16" and device != "cuda":
         raise ConfigError("--dtype float16 is not possible on cpu: bfloat16 or float32")
     return str(dtype)

@@ -16,7 +16,11 @@ from phalanx.core.gguf_header import GGUFFile, GGUFTensor, open_gguf
 from phalanx.models.gguf_file import ROPE_FREQS, read_tensor
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_DTYPES = {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}
+_DTYPES = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
 
 
 def gguf_model_config(path: Path) -> ModelConfig:
@@ -41,6 +45,7 @@ def gguf_model_config(path: Path) -> ModelConfig:
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
         raise meta.error("rotary embedding over a part of the head is not built")
     vocab_size = meta.entry("token_embd.weight").shape[0]
+    stored = meta.entry("blk.0.attn_q.weight").type
     # The end of the text, and the end of a turn where that is another token.
     ends = [meta.token_id(key, vocab_size) for key in ("eos_token_id", "eot_token_id")]
     return ModelConfig(
@@ -63,7 +68,8 @@ def gguf_model_config(path: Path) -> ModelConfig:
         sliding_window=meta.integer("attention.sliding_window", 0) or None,
         eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
         bos_token_id=meta.token_id("bos_token_id", vocab_size),
-        dtype=_DTYPES.get(meta.entry("blk.0.attn_q.weight").type, "bfloat16"),
+        dtype=_DTYPES.get(stored, "bfloat16"),
+        quantization=None if stored in _DTYPES else GGMLQuantizationType(stored).name,
     )
 
 

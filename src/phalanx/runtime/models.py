@@ -32,7 +32,7 @@ def check_tokenizer(settings: Settings) -> None:
     """Load the tokenizer once before any process is started, so that a missing one is refused at once.
 
     Raises:
-        ConfigError, ModelError: there is none, its chat template is unusable, or it has an end token too many.
+        ConfigError, ModelError: there is none, its template is unusable, or it has an end token too many.
     """
     if not settings.server.skip_tokenizer_init:
         tokenizer = load_tokenizer(
