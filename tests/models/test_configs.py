@@ -219,6 +219,29 @@ def test_unreadable_files(tmp_path):
     assert "config.json cannot be read as JSON" in error()
     (tmp_path / "config.json").write_text("[]")
     assert "JSON object" in error()
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    assert "config.json cannot be read as JSON" in error()
+    (tmp_path / "config.json").write_text('{"vocab_size": 1' + "0" * 5000 + "}")
+    assert "config.json cannot be read as JSON" in error()
+
+
+@pytest.mark.parametrize("value", [10**400, 2**1024 - 1, 2**31])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "factor", "bos_token_id"]
+)
+def test_numbers_beyond_any_use_are_refused_in_a_short_line(tmp_path: Path, key: str, value: int) -> None:
+    if value == 2**31 and key in ("rms_norm_eps", "rope_theta", "factor"):  # a float like others
+        return
+    changes: dict[str, Any] = {key: value}
+    if key == "factor":
+        changes = {"rope_scaling": {"rope_type": "linear", "factor": value}}
+    line = refusal(tmp_path, **changes)
+    assert key in line and "\n" not in line and len(line) < 400
+
+
+def test_an_original_context_beyond_any_use_settles_to_what_json_can_carry(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", **LLAMA3, "original_max_position_embeddings": 1e300}
+    assert parse(tmp_path, rope_scaling=scaling).rope.original_max_position == 2**31 - 1
 
 
 _JSON = st.recursive(

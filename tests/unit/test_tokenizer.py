@@ -144,6 +144,8 @@ def test_end_of_turn_ends_too() -> None:
         ({"ggml.tokens": []}, "holds no tokenizer"),
         ({"ggml.tokens": ["a", "b", "a"]}, "'a' is in the vocabulary twice"),
         ({"ggml.merges": ["q qqq"]}, "merges do not fit"),
+        ({"ggml.merges": ["q\nz qqq"]}, "merges do not fit"),
+        ({"ggml.merges": ["abc"]}, "merges do not fit"),
         ({"ggml.eos_token_id": 10**6}, "eos_token_id 1000000 is outside"),
     ],
 )
@@ -332,6 +334,56 @@ def test_folder_refusals(tmp_path: Path) -> None:
     folder(tmp_path, tokenizer_config=[1])
     with pytest.raises(ModelError, match="must hold a JSON object"):
         load_tokenizer(str(tmp_path))
+
+
+TOKEN = {"content": "<new>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"added_tokens_decoder": [TOKEN]}, "must be an object"),
+        ({"added_tokens_decoder": "text"}, "must be an object"),
+        ({"added_tokens_decoder": 5}, "must be an object"),
+        ({"added_tokens_decoder": {"x": TOKEN}}, "key 'x'"),
+        ({"added_tokens_decoder": {"1.5": TOKEN}}, "key '1.5'"),
+        ({"added_tokens_decoder": {"9" * 5000: TOKEN}}, "key '99"),
+        ({"added_tokens_decoder": {"7": {"special": True}}}, "no text for id 7"),
+        ({"added_tokens_decoder": {"7": {"content": 5}}}, "no text for id 7"),
+        ({"added_tokens_decoder": {"7": {"content": ["a"]}}}, "no text for id 7"),
+        ({"added_tokens_decoder": {"7": "text"}}, "no text for id 7"),
+        ({"added_tokens_decoder": {"7": {"content": "\ud800"}}}, "not readable"),
+    ],
+)
+def test_damaged_added_tokens_are_refused(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    folder(tmp_path, tokenizer_config=config)
+    with pytest.raises(ModelError) as error:
+        load_tokenizer(str(tmp_path))
+    line = str(error.value)
+    assert words in line and "tokenizer_config.json" in line and "\n" not in line and len(line) < 400
+
+
+def test_flags_of_added_tokens_may_be_of_any_type(tmp_path: Path) -> None:
+    size = load_tokenizer(str(folder(tmp_path))).vocab_size
+    token = {"content": "<new>", "special": None, "lstrip": 0, "normalized": "yes"}
+    folder(tmp_path, tokenizer_config={"added_tokens_decoder": {str(size): token}})
+    assert load_tokenizer(str(tmp_path)).encode("<new>")[-1] == size
+
+
+def test_damaged_templates(tmp_path: Path) -> None:
+    named = [{"name": []}, {"name": {}, "template": "x"}, 5, {"template": "y"}]
+    path = folder(tmp_path, tokenizer_config={"chat_template": named})
+    assert load_tokenizer(str(path)).chat_template is None
+    (path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja: not readable"):
+        load_tokenizer(str(path))
+
+
+def test_json_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    (path / "tokenizer_config.json").write_text('{"a":' + "[" * 200_000)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: not readable"):
+        load_tokenizer(str(path))
 
 
 # --- Dummy

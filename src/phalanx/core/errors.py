@@ -10,6 +10,12 @@ PhalanxError
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, as a part of our one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class PhalanxError(Exception):
     """Base of all deliberate errors."""
 

@@ -6,13 +6,14 @@ Keys and their defaults are those of transformers' configuration classes.
 from __future__ import annotations
 
 import json
-import math
+import reprlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.groups import ModelConfig, ModelSource, RopeConfig
-from phalanx.core.errors import ModelError
+from phalanx.core.errors import ModelError, first_line
 from phalanx.core.settle import end_tokens
 from phalanx.models.dummy import BUILTIN_CONFIGS
 from phalanx.models.gguf_config import gguf_model_config
@@ -113,8 +114,8 @@ class _Json:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelError(f"{path.parent} has no {path.name}") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: a number of 5000 digits too
+            raise ModelError(f"{path} cannot be read as JSON: {first_line(error)}") from error
         if not isinstance(values, dict):
             raise ModelError(f"{path} does not hold a JSON object")
         self.values: dict[str, Any] = values
@@ -135,18 +136,20 @@ class _Json:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; required where there is no default."""
+        """A positive integer below 2**31; required where there is no default."""
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key} must be a positive integer, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+            raise self.error(f"{key} must be a positive integer below 2**31, got {reprlib.repr(value)}")
         return value
 
     def number(self, key: str, default: float) -> float:
         return self.positive(key, self.get(key, default))
 
     def positive(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.error(f"{key} must be a positive number, got {value!r}")
+        # The largest float, not inf: an integer may lie between.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= sys.float_info.max:
+            raise self.error(f"{key} must be a positive number, got {reprlib.repr(value)}")
         return float(value)
 
 
@@ -222,7 +225,7 @@ def _rope(config: _Json, family: _Family) -> RopeConfig:
         high_freq_factor=high,
         original_max_position=_max_positions(config, family)
         if original is None
-        else int(config.positive("original_max_position_embeddings", original)),
+        else min(int(config.positive("original_max_position_embeddings", original)), 2**31 - 1),
     )
 
 
@@ -255,7 +258,7 @@ def _eos(config: _Json, generation: _Json | None, family: _Family) -> tuple[int,
     vocab_size = config.integer("vocab_size")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise config.error(f"eos_token_id {token!r} is no token id (vocab_size {vocab_size})")
+            raise config.error(f"eos_token_id {reprlib.repr(token)} is no token id (vocab_size {vocab_size})")
     return tuple(dict.fromkeys(ids))
 
 
@@ -263,8 +266,10 @@ def _bos(config: _Json, generation: _Json | None, family: _Family) -> int | None
     value = config.values.get("bos_token_id", family.bos_token_id)
     if value is None and generation:
         value = generation.get("bos_token_id", None)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise config.error(f"bos_token_id {value!r} is no token id")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**31:
+        raise config.error(f"bos_token_id {reprlib.repr(value)} is no token id")
     return value
 
 

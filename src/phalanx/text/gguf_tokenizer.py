@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from phalanx.core.errors import ModelError
+from phalanx.core.errors import ModelError, first_line
 from phalanx.core.gguf_header import open_gguf
 from phalanx.text.parts import TokenizerParts, surround
 from phalanx.text.sentencepiece_bpe import sentencepiece_bpe
@@ -121,7 +121,7 @@ def _byte_level_bpe(values: dict[str, Any], tokens: list[str], pre: str, where: 
         # Llama 3 takes a whole word from the vocabulary before it tries any merge.
         bpe = models.BPE(vocab, merges, ignore_merges=pre in _LLAMA3_NAMES)
     except Exception as error:  # the library raises a bare Exception
-        raise ModelError(f"{where}: the merges do not fit the vocabulary ({error})") from error
+        raise ModelError(f"{where}: the merges do not fit the vocabulary ({first_line(error)})") from error
     backend = tokenizers.Tokenizer(bpe)
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

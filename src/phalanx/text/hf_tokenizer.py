@@ -8,14 +8,18 @@ the slow tokenizers, and transformers 5 ignores them too where there is a tokeni
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from phalanx.core.errors import ModelError
+from phalanx.core.errors import ModelError, first_line
 from phalanx.text.parts import TokenizerParts
+
+_TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_MAX_ID_DIGITS = 10
 
 
 def hf_tokenizer(folder: Path) -> TokenizerParts:
@@ -39,7 +43,7 @@ def hf_tokenizer(folder: Path) -> TokenizerParts:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception
-        raise ModelError(f"{file}: not a readable tokenizer ({error})") from error
+        raise ModelError(f"{file}: not a readable tokenizer ({first_line(error)})") from error
     # Some files carry the truncation of a training run; a server must see the whole prompt.
     backend.no_truncation()
     backend.no_padding()
@@ -63,8 +67,9 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: not readable ({error})") from error
+        json.dumps(value, ensure_ascii=False).encode()  # "\\ud800" is JSON, but no text
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file}: not readable ({first_line(error)})") from error
     if not isinstance(value, dict):
         raise ModelError(f"{file}: must hold a JSON object")
     return value
@@ -90,14 +95,29 @@ def _with_id(backend: tokenizers.Tokenizer, token: str | None) -> tuple[str, int
     return None if token is None or i is None else (token, i)
 
 
+def _listed_tokens(config: dict[str, Any], folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """`added_tokens_decoder` by id: objects with a text as "content"."""
+    listed = config.get("added_tokens_decoder") or {}
+    where = f"{folder}/tokenizer_config.json: added_tokens_decoder"
+    if not isinstance(listed, dict):
+        raise ModelError(f"{where} must be an object, got {reprlib.repr(listed)}")
+    found = {}
+    for key, token in listed.items():
+        if not key.isdecimal() or len(key) > _MAX_ID_DIGITS:
+            raise ModelError(f"{where} has the key {reprlib.repr(key)}, which is no token id")
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise ModelError(f"{where} has no text for id {key}, but {reprlib.repr(token)}")
+        found[int(key)] = token
+    return sorted(found.items())
+
+
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path) -> None:
     """Tokens that only tokenizer_config.json knows (`added_tokens_decoder`), or calls special."""
-    listed = config.get("added_tokens_decoder") or {}
-    for i, token in sorted((int(key), value) for key, value in listed.items()):
-        if not isinstance(token, dict) or backend.token_to_id(token.get("content", "")) is not None:
+    for i, token in _listed_tokens(config, folder):
+        if backend.token_to_id(token["content"]) is not None:
             continue
-        options = {k: token[k] for k in ("lstrip", "rstrip", "single_word", "normalized") if k in token}
-        backend.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **options)])
+        options = {k: bool(token[k]) for k in _TOKEN_FLAGS if k in token}
+        backend.add_tokens([AddedToken(token["content"], **options)])
         if backend.token_to_id(token["content"]) != i:
             raise ModelError(f"{folder}: added token {token['content']!r} does not get its id {i}")
     lists = [config.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
@@ -112,9 +132,12 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's template, else chat_template.json's."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file}: not readable ({first_line(error)})") from error
     template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None
