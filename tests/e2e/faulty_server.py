@@ -4,15 +4,18 @@ The first step that is launched when the file TRIGGER is there fails, and no oth
 
 KIND "engine-error": the step's result cannot be had, as after a failed kernel on a CPU. "crash": the engine's
 loop raises what nobody expects. "hang": the step never ends, and from then on the engine's watchdog waits for
-a thirtieth of what the flag says, so that nothing else is ended when the machine stands still. "hasty": no
+a thirtieth of what the flag says, so that nothing else is ended when the machine stands still. "lock": the
+step never ends and holds the interpreter's lock, and the launcher waits 50 s less for the engine. "hasty": no
 step fails, but the launcher gives a worker that stands still a twentieth of --watchdog-timeout.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from phalanx.config.cli import build_parser
 from phalanx.core.errors import EngineError
@@ -31,14 +34,13 @@ class LaterHastyWatchdog(Watchdog):
 
     ours: LaterHastyWatchdog
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__(timeout_s)
+    def __init__(self, timeout_s: float, on_look: Callable[[], None]) -> None:
+        super().__init__(timeout_s, on_look)
         LaterHastyWatchdog.ours = self
 
     def hurry(self) -> None:
         """Count from now, and not for long."""
         self._timeout_s /= 30
-        self._due_s = 0.0
         self.alive()
 
 
@@ -49,6 +51,8 @@ class FailingHandle:
         if os.environ[_KIND] == "hang":
             LaterHastyWatchdog.ours.hurry()
             time.sleep(1000)
+        while os.environ[_KIND] == "lock":  # a signal ends the sleep
+            ctypes.PyDLL(None).sleep(1000)
         raise EngineError("the test broke this step")
 
 
@@ -79,6 +83,8 @@ def main() -> int:
     launch.setup_logging(args.log_level, "launch")
     if os.environ[_KIND] == "hasty":
         launch._LATER, launch._LATER_S = 0.05, 0.0
+    if os.environ[_KIND] == "lock":
+        launch._ENGINE_LATER_S = -50.0
     listener = launch.bind(args.host, args.port)
     with run_directory() as run_dir:
         return launch.Launcher(settle_settings(args), listener, run_dir, "tests.e2e.faulty_server").run()

@@ -6,8 +6,10 @@ import asyncio
 import fcntl
 import gc
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 
@@ -18,6 +20,7 @@ from phalanx.runtime import collector, heartbeat, launch, workers
 from phalanx.runtime.collector import IdleCollector
 from phalanx.runtime.heartbeat import Heartbeat, SilentWorkers
 from phalanx.runtime.run_dir import remove_stale, run_directory
+from phalanx.runtime.watchdog import Watchdog
 from phalanx.runtime.workers import WorkerPool
 from phalanx.server.housekeeping import Histogram, Housekeeper
 
@@ -33,9 +36,16 @@ class Clock:
 class Process:
     def __init__(self):
         self.returncode = None
+        self.signals = []
 
     def poll(self):
         return self.returncode
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+    def wait(self, timeout_s):
+        raise subprocess.TimeoutExpired("worker", timeout_s)
 
     def kill(self):
         self.returncode = -9
@@ -47,6 +57,7 @@ class Pool:
     def __init__(self, monkeypatch, count, silence_s=0.0):
         self.clock = Clock()
         monkeypatch.setattr(workers, "time", self.clock)
+        monkeypatch.setattr(heartbeat, "time", self.clock)
         self.started: list[tuple[int, int, Process]] = []
         self.dead: list[int] = []
         self.beats: dict[int, int] = {}
@@ -60,8 +71,8 @@ class Pool:
     def live(self):
         return [(slot, number) for slot, number, process in self.started if process.returncode is None]
 
-    def kill(self, slot):
-        next(p for s, _, p in self.started if s == slot and p.returncode is None).returncode = -9
+    def kill(self, slot, code=-9):
+        next(p for s, _, p in self.started if s == slot and p.returncode is None).returncode = code
 
     def after(self, seconds):
         self.clock.now += seconds
@@ -101,6 +112,19 @@ def test_a_worker_that_keeps_dying_is_waited_for_longer_and_given_up(monkeypatch
     assert pool.after(1) == -9
 
 
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_a_worker_that_was_told_to_end_is_no_error(monkeypatch, caplog, code):
+    """Operators are told to alarm on "ended with code"; what SIGTERM ended has finished its requests."""
+    caplog.set_level("INFO")
+    pool = Pool(monkeypatch, 1)
+    pool.kill(0, code)
+    assert pool.after(0) is None and pool.dead == [0]
+    assert pool.after(0.2) is None and pool.live() == [(0, 1)]
+    (record,) = caplog.records
+    assert record.levelname == ("ERROR" if code else "INFO")
+    assert (f"ended with code {code}" in record.message) == ("aborting" in record.message) == bool(code)
+
+
 def test_deaths_far_apart_are_not_added_up(monkeypatch):
     pool = Pool(monkeypatch, 1)
     for _ in range(20):
@@ -133,6 +157,7 @@ def test_a_worker_that_stands_still_is_killed_and_replaced(monkeypatch):
     assert pool.dead == [1]
     turn(0)
     assert pool.live() == [(0, 0), (1, 2)]
+    assert [process.signals for _, _, process in pool.started] == [[], [signal.SIGUSR1], []]
     for _ in range(20):
         turn(0)  # the successor is loading
     assert pool.live() == [(0, 0), (1, 2)]
@@ -232,20 +257,81 @@ def test_stale_removal_touches_nothing_else(tmp_path):
     assert remove_stale(tmp_path) == 1 and not locked.exists()
 
 
-def test_watchdog_ends_a_process_that_does_not_turn_even_with_the_lock_held():
+class Waits:
+    """A watchdog's waits, each a pair: how long it lasts (None: as asked for), and what is called then."""
+
+    def __init__(self, clock, script):
+        self.clock, self.script = clock, iter(script)
+
+    def wait(self, wait_s):
+        lasted_s, then = next(self.script, (None, None))
+        if then is None:
+            return True
+        self.clock.now += wait_s if lasted_s is None else lasted_s
+        then()
+        return False
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 8.0, 300.0])
+def test_watchdog_counts_what_it_saw_and_not_what_the_clock_says(monkeypatch, timeout_s):
+    clock, ends_s, looks_s = Clock(), [], []
+    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setattr(Watchdog, "_end", lambda self: ends_s.append(clock.now))
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    dog = Watchdog(timeout_s, lambda: looks_s.append(clock.now))
+    dog.alive()
+    count = round(timeout_s / min(timeout_s / 20, 0.5))
+    still, turns, stopped = (None, bool), (None, dog.alive), (3600.0, bool)
+    almost = [still] * (count - 4)
+    # Stopped for an hour after a turn; where it had stood still for a while; again and again.
+    script = [turns, stopped, turns, *almost, stopped, turns, *[stopped, turns] * 50, *almost]
+    dog._closed = Waits(clock, script)
+    dog._watch()
+    assert ends_s == [] and len(looks_s) == 1 + len(script)
+    began_s = clock.now
+    dog._closed = Waits(clock, [turns, *[still] * (count + 1)])
+    dog._watch()
+    assert ends_s[0] - began_s == pytest.approx(timeout_s + dog._wait_s, abs=1.1 * dog._wait_s)
+
+
+def test_watchdog_ends_a_process_that_does_not_turn_and_says_where():
     code = (
-        "import ctypes, time\nfrom phalanx.runtime.watchdog import Watchdog\n"
+        "import time\nfrom phalanx.runtime.watchdog import Watchdog\n"
         "dog = Watchdog(2.0)\n"
         "for _ in range(25):\n    dog.alive()\n    time.sleep(0.1)\n"
         "print('turned', flush=True)\n"
-        "ctypes.PyDLL(None).sleep(250)\n"  # PyDLL keeps the interpreter's lock
+        "time.sleep(250)\n"
     )
-    for _ in range(5):  # again, if the machine itself stood still for longer than the dog waits
+    for _ in range(5):  # again, if the loop was held up for longer than the dog waits
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
         if done.stdout:
             break
     assert done.returncode == 1 and done.stdout == "turned\n"
-    assert "Timeout" in done.stderr and 'File "<string>", line 8' in done.stderr
+    assert "has not turned for 2 s" in done.stderr and 'File "<string>", line 8' in done.stderr
+
+
+def test_watchdog_leaves_a_process_alone_that_was_stopped_and_goes_on():
+    """As `docker pause` and SIGSTOP do it: the clock has gone on, the process has not."""
+    code = (
+        "import time\nfrom phalanx.runtime.watchdog import Watchdog\n"
+        "dog = Watchdog(3.0)\n"
+        "while True:\n    dog.alive()\n    print(time.monotonic(), flush=True)\n    time.sleep(0.05)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(5)  # longer than the dog waits
+            process.send_signal(signal.SIGCONT)
+            went_on_s = time.monotonic()
+            turned_s = 0.0
+            while turned_s < went_on_s + 1:
+                line = process.stdout.readline()
+                assert line, "it was ended"
+                turned_s = float(line)
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.3])

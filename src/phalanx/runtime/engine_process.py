@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from phalanx.messages import Abort, Control, ControlReply, EngineReady, Message,
 from phalanx.runtime.build import build_worker
 from phalanx.runtime.channels import EngineChannel
 from phalanx.runtime.collector import IdleCollector, settle_heap
-from phalanx.runtime.heartbeat import SilentWorkers
-from phalanx.runtime.process import die_with_parent, setup_logging, tame_libraries
+from phalanx.runtime.heartbeat import ENGINE_BEAT, Heartbeat, SilentWorkers
+from phalanx.runtime.process import die_with_parent, setup_logging, show_stacks_on_signal, tame_libraries
 from phalanx.runtime.profiling import StepProfiler
 from phalanx.runtime.progress import ProgressLog
 from phalanx.runtime.rids import RidRegistry
@@ -46,10 +46,15 @@ _SILENCE_S = 30.0  # as long as a client may read nothing
 
 
 class EngineLoop:
-    """Serves the channel until told to stop."""
+    """Serves the channel until told to stop. on_look: see Watchdog."""
 
     def __init__(
-        self, worker: Worker, channel: EngineChannel, settings: Settings, info: dict[str, Any]
+        self,
+        worker: Worker,
+        channel: EngineChannel,
+        settings: Settings,
+        info: dict[str, Any],
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._channel = channel
@@ -64,7 +69,7 @@ class EngineLoop:
         self._num_lost = 0  # sequences that ended with their API worker
         self._profiler = StepProfiler(settings.engine.device)
         self._collector = IdleCollector()
-        self._watchdog = Watchdog(settings.server.watchdog_timeout_s)
+        self._watchdog = Watchdog(settings.server.watchdog_timeout_s, on_look)
         self._silent = SilentWorkers(_SILENCE_S)
 
     def stop(self) -> None:
@@ -249,7 +254,8 @@ def main(argv: list[str] | None = None) -> int:
     except PhalanxError as error:
         print(f"phalanx: error: {error}", file=sys.stderr)
         return 2
-    loop = EngineLoop(worker, channel, settings, info)
+    show_stacks_on_signal()
+    loop = EngineLoop(worker, channel, settings, info, Heartbeat(args.ipc_dir, ENGINE_BEAT).beat)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the launcher decides
     settle_heap()

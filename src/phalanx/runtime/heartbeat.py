@@ -1,4 +1,7 @@
-"""Whether an API worker still turns: a process that was stopped cannot end itself as its watchdog would."""
+"""Whether a process still turns, seen from another.
+
+One that was stopped, or whose interpreter's lock is held, cannot end itself as its watchdog would.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,46 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _LONGEST_TURN_S = 1.0  # of silence counted between two looks: who was stopped itself blames nobody
+ENGINE_BEAT = "engine"
+"""The engine's name among the heartbeats."""
+
+
+class Pulse:
+    """How long something that should change has stood still.
+
+    Args:
+        longest_turn_s: what is counted at most between two looks.
+    """
+
+    def __init__(self, longest_turn_s: float = _LONGEST_TURN_S) -> None:
+        self._longest_turn_s = longest_turn_s
+        self._looked_s = time.monotonic()
+        self._beat: int | None = None
+        self._silent_s = 0.0
+
+    def look(self, beat: int | None) -> float:
+        """Seconds that `beat` has been the same; 0 while it is None."""
+        now = time.monotonic()
+        passed_s, self._looked_s = min(now - self._looked_s, self._longest_turn_s), now
+        if beat is None or beat != self._beat:
+            self._beat, self._silent_s = beat, 0.0
+        else:
+            self._silent_s += passed_s
+        return self._silent_s
 
 
 class Heartbeat:
-    """A file that a worker touches and the launcher looks at.
+    """A file that a process touches and the launcher looks at.
 
     Args:
-        run_dir: the server's; number: the worker's, never used before.
+        run_dir: the server's; name: an API worker's number, never used before, or ENGINE_BEAT.
     """
 
-    def __init__(self, run_dir: Path, number: int) -> None:
-        self._path = run_dir / f"alive-{number}"
+    def __init__(self, run_dir: Path, name: int | str) -> None:
+        self._path = run_dir / f"alive-{name}"
 
     def beat(self) -> None:
-        """The worker turns."""
+        """The process turns."""
         with contextlib.suppress(OSError):  # the directory goes before the last worker does
             self._path.touch()
 
@@ -33,7 +62,7 @@ class Heartbeat:
             return None
 
     def remove(self) -> None:
-        """The worker has ended."""
+        """The process has ended."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 

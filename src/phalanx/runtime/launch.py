@@ -27,9 +27,9 @@ from phalanx.config.cli import build_parser
 from phalanx.config.groups import Settings
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.runtime.channels import LauncherChannel
-from phalanx.runtime.heartbeat import Heartbeat
+from phalanx.runtime.heartbeat import ENGINE_BEAT, Heartbeat, Pulse
 from phalanx.runtime.models import check_tokenizer, settle_settings
-from phalanx.runtime.process import notify_supervisor, raise_file_limit, setup_logging
+from phalanx.runtime.process import kill_with_stacks, notify_supervisor, raise_file_limit, setup_logging
 from phalanx.runtime.run_dir import run_directory
 from phalanx.runtime.workers import WorkerPool
 
@@ -41,6 +41,9 @@ _LAST_WORDS_S = 10.0  # beyond --shutdown-timeout: aborted requests are told, th
 _KILL_S = 5.0
 _MIN_FILES = 256
 _LATER, _LATER_S = 1.1, 1.0  # a worker's own watchdog goes first, since it says where the worker hangs
+# An engine whose watchdog cannot look. Sooner than the workers give it up (engine_client), who would not take
+# it back.
+_ENGINE_LATER_S = 2.0
 _WORKER_MODULE = "phalanx.server"
 ENGINE_MODULE = "phalanx.runtime.engine_process"
 
@@ -133,7 +136,13 @@ class Launcher:
             logger.info("stopped")
 
     def _watch(self, engine: subprocess.Popen[bytes], workers: WorkerPool) -> int:
+        timeout_s, pulse = self._settings.server.watchdog_timeout_s, Pulse()
         while not self._num_signals:
+            silent_s = pulse.look(Heartbeat(self._run_dir, ENGINE_BEAT).last())
+            if timeout_s and silent_s > timeout_s + _ENGINE_LATER_S:
+                logger.error("the engine has given no sign of life for %.0f s: killing it", silent_s)
+                pulse = Pulse()
+                kill_with_stacks(engine)
             code = engine.poll()
             if code is not None:
                 if code != 2:  # with 2 it has said why in one line

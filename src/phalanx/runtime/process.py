@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 _MAX_FILES = 2**20
+_STACKS_SIGNAL, _STACKS_S = signal.SIGUSR1, 1.0
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -35,6 +38,19 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def show_stacks_on_signal() -> None:
+    """SIGUSR1 writes every thread's stack to stderr, also while the interpreter's lock is held."""
+    faulthandler.register(_STACKS_SIGNAL, all_threads=True)
+
+
+def kill_with_stacks(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for a child that hangs, after a second in which it may say where (`show_stacks_on_signal`)."""
+    process.send_signal(_STACKS_SIGNAL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STACKS_S)
+    process.kill()
 
 
 def notify_supervisor(state: str) -> None:

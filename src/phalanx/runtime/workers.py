@@ -6,7 +6,10 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from phalanx.runtime.heartbeat import Pulse
+from phalanx.runtime.process import kill_with_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +17,6 @@ _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _LONG_LIFE_S = 30.0  # a worker that lived for longer was not killed by what killed the one before it
 _MAX_SHORT_LIVES = 5
-_LONGEST_TURN_S = 1.0  # of silence counted between two checks: a launcher that was stopped blames nobody
 
 Start = Callable[[int, int], "subprocess.Popen[bytes]"]
 
@@ -24,8 +26,7 @@ class _Slot:
     """One of the places that are always to be filled.
 
     number: of the process that has the place, or had it last. short_lives: deaths in a row, each soon after
-    the start. due_s: when the next process is to be started (monotonic), None while one runs. beat: the last
-    one. silent_s: checks have seen no other since.
+    the start. due_s: when the next process is to be started (monotonic), None while one runs. pulse: its own.
     """
 
     number: int
@@ -33,8 +34,7 @@ class _Slot:
     started_s: float
     short_lives: int = 0
     due_s: float | None = None
-    beat: int | None = None
-    silent_s: float = 0.0
+    pulse: Pulse = field(default_factory=Pulse)
 
 
 class WorkerPool:
@@ -62,7 +62,6 @@ class WorkerPool:
         self._start = start
         self._beat = beat
         self._silence_s = silence_s
-        self._checked_s = time.monotonic()
         self._on_death = on_death
         self._slots = [_Slot(i, start(i, i), time.monotonic()) for i in range(count)]
         self._next_number = count
@@ -74,11 +73,9 @@ class WorkerPool:
 
     def check(self) -> int | None:
         """Replace what has died. Returns the exit code of a worker that keeps dying, else None."""
-        now = time.monotonic()
-        passed_s, self._checked_s = min(now - self._checked_s, _LONGEST_TURN_S), now
         for i, slot in enumerate(self._slots):
             if self._silence_s and slot.due_s is None:
-                self._listen(i, slot, passed_s)
+                self._listen(i, slot)
             if slot.due_s is None and slot.process.poll() is not None:
                 self._bury(i, slot)
                 if slot.short_lives > _MAX_SHORT_LIVES:
@@ -88,16 +85,12 @@ class WorkerPool:
                 self._revive(i, slot)
         return None
 
-    def _listen(self, i: int, slot: _Slot, passed_s: float) -> None:
-        beat = self._beat(slot.number)
-        if beat is None or beat != slot.beat:
-            slot.beat, slot.silent_s = beat, 0.0
-            return
-        slot.silent_s += passed_s
-        if slot.silent_s > self._silence_s and slot.process.poll() is None:
-            logger.error("API worker %d has not turned for %.0f s: killing it", i, slot.silent_s)
-            slot.silent_s = 0.0
-            slot.process.kill()
+    def _listen(self, i: int, slot: _Slot) -> None:
+        silent_s = slot.pulse.look(self._beat(slot.number))
+        if silent_s > self._silence_s and slot.process.poll() is None:
+            logger.error("API worker %d has not turned for %.0f s: killing it", i, silent_s)
+            slot.pulse = Pulse()
+            kill_with_stacks(slot.process)
 
     def _bury(self, i: int, slot: _Slot) -> None:
         self._on_death(slot.number)
@@ -105,16 +98,20 @@ class WorkerPool:
         slot.short_lives = slot.short_lives + 1 if lived_s < _LONG_LIFE_S else 1
         wait_s = min(_FIRST_WAIT_S * 2 ** (slot.short_lives - 1), _LONGEST_WAIT_S)
         slot.due_s = time.monotonic() + wait_s
+        code = slot.process.returncode
+        if code == 0:  # somebody asked this one to end, and it has answered its requests
+            logger.info("API worker %d has stopped as it was told to; the next starts in %.1f s", i, wait_s)
+            return
         logger.error(
             "API worker %d ended with code %s after %.1f s; aborting its requests, the next starts in %.1f s",
             i,
-            slot.process.returncode,
+            code,
             lived_s,
             wait_s,
         )
 
     def _revive(self, i: int, slot: _Slot) -> None:
         slot.number, slot.due_s = self._next_number, None
-        slot.beat, slot.silent_s = None, 0.0
+        slot.pulse = Pulse()
         self._next_number += 1
         slot.process, slot.started_s = self._start(i, slot.number), time.monotonic()

@@ -17,7 +17,7 @@ from phalanx.config.groups import Settings
 from phalanx.core.errors import PhalanxError
 from phalanx.runtime.channels import WorkerChannel
 from phalanx.runtime.collector import settle_heap
-from phalanx.runtime.process import die_with_parent, raise_file_limit, setup_logging
+from phalanx.runtime.process import die_with_parent, raise_file_limit, setup_logging, show_stacks_on_signal
 from phalanx.server.app import Application
 from phalanx.server.state import build_api_worker
 from phalanx.server.uvicorn_server import DrainingServer, HttpProtocol
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     args = parser.parse_args(argv)
     die_with_parent(args.parent_pid)
+    show_stacks_on_signal()
     max_files = raise_file_limit()
     settings = msgspec.json.decode(args.settings.read_bytes(), type=Settings)
     slot = args.worker_id if args.slot is None else args.slot
