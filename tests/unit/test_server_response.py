@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.core.errors import RequestError
+from phalanx.server import app as app_module
 from phalanx.server.response import Response, read_body
 
 
@@ -118,3 +120,50 @@ def test_read_body():
     with pytest.raises(RequestError) as caught:
         run(read_body(receiver(part(b"a", True), part(b"bc", True)), 2))
     assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("how", ["whole", "stream", "half", "nothing"])
+def test_a_request_that_is_answered_when_its_time_is_over_is_not_answered_again(how, monkeypatch):
+    """Its handler only waits for the client then; an ASGI server takes no second response."""
+
+    async def handler(worker, body, receive, response):
+        if how == "whole":
+            response.write_whole(200, b"{}")
+        elif how != "nothing":
+            response.write_event(b"data: 1\n\n", more=how == "half")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            response.ended = True  # as the dispatcher has it when it drops a call
+
+    async def scenario():
+        transport = Transport()
+        worker = SimpleNamespace(
+            settings=SimpleNamespace(
+                server=SimpleNamespace(
+                    request_timeout_s=0.01, max_body_bytes=100, api_key=None, cors_allow_origins=("*",)
+                )
+            ),
+            engine=SimpleNamespace(require_alive=lambda: None),
+            metrics=SimpleNamespace(opened=lambda: None, closed=lambda endpoint, status: told.append(status)),
+        )
+        monkeypatch.setattr(app_module, "_build_fastapi", lambda worker: None)
+        monkeypatch.setattr(
+            app_module, "Access", lambda server: SimpleNamespace(cors_headers=lambda s: [], **checks)
+        )
+        monkeypatch.setitem(app_module._GENERATING, "/generate", (handler, ("POST",)))
+
+        async def receive():
+            return {"type": "http.request", "body": b"{}"}
+
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+        await app_module.Application(worker)(scope, receive, transport.send)
+        return transport
+
+    told, checks = [], {f"check_{name}": lambda scope: None for name in ("origin", "key", "size")}
+    transport = asyncio.run(scenario())
+    assert told == [504 if how == "nothing" else 200]
+    assert [m["type"] for m in transport.sent].count("http.response.start") == 1
+    assert [m.get("more_body", True) for m in transport.sent].count(False) == 1
+    assert transport.sent[-1]["more_body"] is False
+    assert (b"within 0.01 s" in transport.body) == (how in ("half", "nothing"))

@@ -159,7 +159,8 @@ class EngineLoop:
 
     def _lose(self, worker_id: int, why: str) -> None:
         streams = [s for s in self._worker.scheduler.stream_ids() if s >> WORKER_SHIFT == worker_id]
-        logger.warning("API worker %d %s: aborting its %d sequences", worker_id, why, len(streams))
+        level = logging.WARNING if streams else logging.INFO  # one that was told to end has finished all
+        logger.log(level, "API worker %d %s: aborting its %d sequences", worker_id, why, len(streams))
         self._num_lost += len(streams)
         # With an error: should it go on, its clients must not take what they have for a whole answer.
         self._abort(streams, RequestError("the API worker did not answer for too long", status=503))

@@ -127,7 +127,10 @@ class Application:
     async def _handle_in_time(
         self, handler: Handler, receive: Receive, response: Response, send: Send, headers: Headers
     ) -> bool:
-        """Serve the request and return True, or end it with an error when its time is over."""
+        """Serve the request and return True, or end it with an error when its time is over.
+
+        A request whose answer is complete by then was served: its handler was only waiting for the client.
+        """
         has_body = False
 
         async def receive_and_note() -> Message:
@@ -146,6 +149,8 @@ class Application:
             response.status = response.status or status
             if response.blocked:  # the client reads nothing: leaving without an end closes the connection
                 return False
+            if response.complete:
+                return True
             # One more response on the same connection: the call that was cut off has closed the first.
             late = Response(send, headers if has_body else [*headers, (b"connection", b"close")])
             if response.started:

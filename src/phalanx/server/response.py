@@ -69,7 +69,8 @@ class Response:
     Attributes:
         started: the status line is sent, so an error can only be told inside the body.
         blocked: the last write waits for the client; do not write before `on_writable` is called.
-        ended: complete, or the client is gone; writes do nothing.
+        complete: its last byte was written, or waits to be.
+        ended: complete, or the client is gone or given up; writes do nothing.
         stalled: the client was cut off since it read nothing.
         status: the HTTP status sent, 0 before.
         received_s: when the request had come in full (`time.monotonic`).
@@ -82,6 +83,7 @@ class Response:
         "_send",
         "_task",
         "blocked",
+        "complete",
         "connection",
         "ended",
         "on_writable",
@@ -97,6 +99,7 @@ class Response:
         self._task: asyncio.Task[None] | None = None
         self.started = False
         self.blocked = False
+        self.complete = False
         self.ended = False
         self.stalled = False
         self.status = 0
@@ -109,7 +112,7 @@ class Response:
         """Append to an event stream; starts it if need be."""
         if self.ended:
             return
-        self.ended = not more
+        self.complete = self.ended = not more
         connection = self.connection
         if connection is not None and more and self.started and body:
             if not (connection.flow.write_paused or connection.disconnected):
@@ -126,7 +129,7 @@ class Response:
         """Send a complete JSON response, if none has been started."""
         if self.ended or self.started:
             return
-        self.started = self.ended = True
+        self.started = self.complete = self.ended = True
         self.status = status
         headers = [*JSON_HEADERS, *self._headers, (b"content-length", str(len(body)).encode())]
         message = {"type": "http.response.body", "body": body, "more_body": False}
