@@ -59,9 +59,10 @@ def compare(
     variants: name -> backend, for `run(backend, *tensors)`, which returns what counts of the result.
     """
     sets = [make() for _ in range(bench.copies(num_bytes))]
+    first = [tensor.clone() for tensor in sets[0]]  # what is timed writes into its tensors
 
     def result(backend: str) -> torch.Tensor:
-        parts = run(backend, *(tensor.clone() for tensor in sets[0]))
+        parts = run(backend, *(tensor.clone() for tensor in first))
         return torch.cat([part.flatten() for part in parts])
 
     want = result("torch")

@@ -49,7 +49,7 @@ class MixedShape:
     chunks: int
 
 
-_CHUNK_TOKENS = (128, 512, 1024, 1536, 2048, 4096)
+_CHUNK_TOKENS = (128, 512, 1024, 1536, 2048, 3072, 4096)
 _TOKENS_PER_CHUNK = 8  # a captured step has room for chunks of this many tokens on average
 _LANES_RATIO = 0.8
 _WIDE_TOKENS = 2048  # beside at least as many rows, whatever the model
