@@ -30,8 +30,8 @@ _FILTER_BYTES = 64
 # with what each penalty makes anew.
 _HISTORY_BYTES = 40
 # A captured kernel: what the driver keeps of it on the device. Logs of vLLM with captured steps of a whole
-# model say 8 to 24 MiB a graph (vllm#50780), that is up to 24 KiB a kernel. On an H200 70 graphs of qwen3-0.6b
-# and what was loaded for them took 0.14 GiB, 6 KiB a kernel: the rest is for other drivers.
+# model say 8 to 24 MiB a graph (vllm#50780), that is up to 24 KiB a kernel. On an H200 70 graphs of
+# qwen3-0.6b and what was loaded for them took 0.14 GiB, 6 KiB a kernel: the rest is for other drivers.
 _GRAPH_KERNEL_BYTES = 24 << 10
 _KERNELS_PER_LAYER, _OTHER_KERNELS = 12, 24  # `phalanx profile` counts some 9 a layer
 # cuBLAS asks for 32 MiB a stream on Hopper, of which there are three; kernels are loaded as they are first
