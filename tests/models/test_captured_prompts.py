@@ -13,9 +13,9 @@ import torch
 from phalanx.config.groups import Settings
 from phalanx.core.step import StepPlan
 from phalanx.engine.sampled import CudaHandle
-from tests.models import test_cuda_engine as engines
+from tests.models import cuda_rig as engines
+from tests.models.cuda_rig import CONFIG, GREEDY, HAS_CUDA, Rig
 from tests.models.stand_in_cuda import stand_in
-from tests.models.test_cuda_engine import CONFIG, GREEDY, HAS_CUDA, Rig
 
 pytestmark = [pytest.mark.gpu] if HAS_CUDA else []
 CONTEXT = 1200

@@ -14,9 +14,9 @@ from phalanx.engine.warm_up import prompt_sizes
 from phalanx.kernels.prefill_attention_triton import query_tile
 from phalanx.models.decoder import Decoder
 from phalanx.models.weights import iter_dummy_weights
-from tests.models import test_cuda_engine as engines
+from tests.models import cuda_rig as engines
+from tests.models.cuda_rig import CONFIG, DEVICE, GREEDY, HAS_CUDA, PROMPTS, Rig, device, settings
 from tests.models.launches import noted_launches
-from tests.models.test_cuda_engine import CONFIG, DEVICE, GREEDY, HAS_CUDA, PROMPTS, Rig, device, settings
 
 __all__ = ["device"]
 pytestmark = [pytest.mark.gpu] if HAS_CUDA else []

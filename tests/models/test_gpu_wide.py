@@ -19,7 +19,7 @@ from phalanx.engine.buckets import bucket_of
 from phalanx.models.decoder import Decoder
 from phalanx.runtime.worker import Worker
 from phalanx.scheduler.scheduler import Scheduler
-from tests.models.test_cuda_engine import (
+from tests.models.cuda_rig import (
     CONFIG,
     KINDS,
     assert_own_ends,

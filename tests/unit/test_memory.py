@@ -34,7 +34,7 @@ from phalanx.models.dummy import BUILTIN_CONFIGS
 from phalanx.models.weights import iter_dummy_weights
 from phalanx.runtime.build import build_worker
 from phalanx.sampling.rows import SamplingRows
-from tests.models import test_cuda_engine as cuda_cases
+from tests.models import cuda_rig as cuda_cases
 from tests.models.stand_in_cuda import stand_in
 from tests.unit.test_engine import CONFIG, CPU, settings
 
