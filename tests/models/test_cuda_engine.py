@@ -72,7 +72,10 @@ def test_logits_are_as_near_to_fp32_as_transformers(
             same_dtype = rounded(ids).logits[0, len(prompt) - 1 :].float().cpu()
         error.append((got[:, row] - want).norm() / want.norm())
         allowed.append((same_dtype - want).norm() / want.norm())
-    assert np.mean(error) <= 1.5 * np.mean(allowed) + 1e-3, (np.mean(error), np.mean(allowed))
+    ours_mean, theirs_mean = float(np.mean(error)), float(np.mean(allowed))
+    print(f"\nerror of ours {ours_mean:.2e}, of transformers in bf16 {theirs_mean:.2e}")
+    # Both round the same sums, in other places; on a CPU ours came out nearer for every model (0.5 to 0.98).
+    assert ours_mean <= 1.1 * theirs_mean
 
 
 @needs_flashinfer
