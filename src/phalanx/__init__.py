@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from phalanx.core.errors import ConfigError, EngineError, ModelError, PhalanxError, RequestError
-from phalanx.core.request import LogprobParams
-from phalanx.core.sampling_params import SamplingParams
+if TYPE_CHECKING:
+    from phalanx.core.errors import ConfigError, EngineError, ModelError, PhalanxError, RequestError
+    from phalanx.core.request import LogprobParams
+    from phalanx.core.sampling_params import SamplingParams
+    from phalanx.runtime.llm import LLM
 
 __all__ = [
     "LLM",
@@ -19,11 +22,12 @@ __all__ = [
     "SamplingParams",
 ]
 
+_MODULES = {"LLM": "runtime.llm", "LogprobParams": "core.request", "SamplingParams": "core.sampling_params"}
+
 
 def __getattr__(name: str) -> Any:
-    """Load LLM on first use: it brings torch, which the command line and the API workers never need."""
-    if name == "LLM":
-        from phalanx.runtime.llm import LLM
-
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Load a public name on first use: LLM brings torch, others NumPy; the command line starts without."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"phalanx.{_MODULES.get(name, 'core.errors')}")
+    return getattr(module, name)

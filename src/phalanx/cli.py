@@ -1,4 +1,7 @@
-"""The `phalanx` command: serve, generate, pull, top, profile, bench."""
+"""The `phalanx` command: serve, generate, pull, top, profile, bench.
+
+Nothing slow is imported before `guarded` runs, so that Ctrl-C is one line from the first moment on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from phalanx.core.version import VERSION
 
@@ -36,6 +39,15 @@ def _usage() -> str:
     return "usage: phalanx [--version] COMMAND ...\n\ncommands:\n" + "\n".join(lines) + "\n"
 
 
+def _show(usage: str, asked: bool) -> int:
+    """Print the usage; where nobody asked for it, that is a refusal."""
+    try:
+        print(usage, file=sys.stdout if asked else sys.stderr)
+    except OSError as error:
+        return _cannot_write(error)
+    return 0 if asked else 2
+
+
 def _unknown(prog: str, name: str, known: Iterable[str]) -> int:
     """Refuse a command that does not exist, in one line."""
     print(
@@ -51,10 +63,7 @@ def _bench(argv: list[str]) -> int:
         return _unknown("phalanx bench", argv[0], _BENCHES)
     if not argv or asked:
         lines = "\n".join(f"  {name:<12} {text}" for name, (_, text) in _BENCHES.items())
-        print(
-            f"usage: phalanx bench NAME ...\n\nbenchmarks:\n{lines}", file=sys.stdout if asked else sys.stderr
-        )
-        return 0 if asked else 2
+        return _show(f"usage: phalanx bench NAME ...\n\nbenchmarks:\n{lines}", asked)
     module = importlib.import_module(_BENCHES[argv[0]][0])
     return _run(module, f"phalanx bench {argv[0]}", argv[1:])
 
@@ -83,10 +92,14 @@ def _run(module: object, prog: str, argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise
-        _discard_output()
-        if error.errno != errno.EPIPE:
-            print(f"phalanx: error: cannot write: {error.strerror}", file=sys.stderr)
-        return 1
+        return _cannot_write(error)
+
+
+def _cannot_write(error: OSError) -> int:
+    _discard_output()
+    if error.errno != errno.EPIPE:
+        print(f"phalanx: error: cannot write: {error.strerror}", file=sys.stderr)
+    return 1
 
 
 def _discard_output() -> None:
@@ -95,9 +108,28 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command: Ctrl-C is one line and 130, and what it has printed is written here or told of."""
+    code = 0
+    try:
+        code = command()
+    except KeyboardInterrupt:
+        print("phalanx: interrupted", file=sys.stderr)
+        code = 130
+    finally:  # argparse leaves with SystemExit after its help
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            code = code or _cannot_write(error)
+    return code
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `phalanx` command. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+
+
+def _dispatch(argv: list[str]) -> int:
     command, rest = (argv[0], argv[1:]) if argv else ("", [])
     if command == "serve":
         from phalanx.runtime.launch import main as serve
@@ -119,5 +151,4 @@ def main(argv: list[str] | None = None) -> int:
     asked = command in ("-h", "--help")
     if command and not asked:
         return _unknown("phalanx", command, _COMMANDS)
-    print(_usage(), file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    return _show(_usage(), asked)

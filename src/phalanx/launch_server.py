@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from phalanx.runtime.launch import main
+from phalanx.cli import guarded
+
+
+def main() -> int:
+    """Serve. Returns the exit code."""
+    from phalanx.runtime.launch import main as serve
+
+    return serve(prog="python -m phalanx.launch_server")
+
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m phalanx.launch_server"))
+    sys.exit(guarded(main))

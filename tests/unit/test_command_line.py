@@ -11,6 +11,8 @@ import sys
 import pytest
 
 from phalanx.cli import main
+from phalanx.core.errors import ConfigError
+from phalanx.runtime import launch
 from phalanx.runtime.generate import _say_what_was_cut
 from phalanx.runtime.outputs import Completion
 from phalanx.text.output import FinishReason
@@ -34,6 +36,38 @@ def test_help_goes_to_stdout_and_no_command_to_stderr(before, capsys) -> None:
     assert out.startswith("usage: phalanx") and err == ""
     assert main(before) == 2
     assert capsys.readouterr() == ("", out)
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.cli.importlib.import_module", interrupted)
+    for command in (["pull", "smollm2"], ["bench", "host"]):
+        assert main(command) == 130
+        assert capsys.readouterr() == ("", "phalanx: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["phalanx.cli", "phalanx.launch_server"])
+def test_nothing_slow_is_imported_before_ctrl_c_is_guarded(module) -> None:
+    code = f"import sys, {module}; print([n for n in sys.modules if n.split('.')[0] in ('numpy', 'msgspec')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("command", [["--help"], ["bench", "--help"], ["serve", "--help"]])
+def test_a_reader_of_the_help_may_leave(command) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", *command],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+    assert done.stderr == "" and done.returncode in (0, 1)
 
 
 def completion(num_tokens: int, finish: str) -> Completion:
@@ -87,3 +121,15 @@ def test_output_that_cannot_be_written(is_full) -> None:
         os.close(write_end)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr
     assert ("phalanx: error: cannot write: No space left on device\n" in done.stderr) == is_full
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "\udcff"])
+def test_a_host_that_is_no_name_is_refused(host) -> None:
+    with pytest.raises(ConfigError) as error:
+        launch.bind(host, 0)
+    assert str(error.value) == f"--host {host!a} is no address and no host name"
+
+
+def test_a_port_in_use_names_its_flag() -> None:
+    with launch.bind("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="--port takes another"):
+        launch.bind("127.0.0.1", taken.getsockname()[1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import http.client
 import logging
 import os
@@ -63,7 +64,10 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        hint = " (--port takes another)" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}{hint}") from error
+    except UnicodeError as error:  # an empty or overlong label, or bytes that are no text
+        raise ConfigError(f"--host {host!a} is no address and no host name") from error
     sock.set_inheritable(True)
     return sock
 
@@ -228,7 +232,7 @@ def main(argv: list[str] | None = None, prog: str = "phalanx serve") -> int:
     """Parse the command line and serve. Exit code 2 with one line for what cannot be done."""
     args = build_parser(prog).parse_args(argv)
     if args.api_key is None:
-        args.api_key = os.environ.get("PHALANX_API_KEY")
+        args.api_key, args.api_key_origin = os.environ.get("PHALANX_API_KEY"), "PHALANX_API_KEY"
     try:
         return serve(args)
     except KeyboardInterrupt:  # before the launcher took over the signal
