@@ -105,7 +105,17 @@ def scrape(url: str, key: str | None) -> Scrape:
     found = Scrape(text, time.monotonic())
     if found.get("phalanx:engine_up") is None and found.get("sglang:num_running_reqs") is None:
         raise ConfigError(f"{url}/metrics tells nothing that is known: is this a Phalanx server?")
+    if found.get("phalanx:engine_up") == 0:
+        found.is_healthy = _is_healthy(url)
     return found
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=_TIMEOUT_S) as reply:
+            return bool(reply.status == 200)
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
 
 
 def frame(url: str, shown: Figures, window_s: float) -> RenderableType:
@@ -116,13 +126,21 @@ def frame(url: str, shown: Figures, window_s: float) -> RenderableType:
 
     title = Text(f"{shown.model}", style="bold")
     title.append(f"  {url}  ", style="dim")
-    state = "the engine does not answer" if not shown.engine_up else "paused" if shown.paused else "up"
-    title.append(state, style="green" if state == "up" else "bold red")
+    title.append(*_state(shown))
     parts: list[RenderableType] = [title, Columns([_load(shown), _steps(shown)], padding=(0, 4))]
     parts.append(Columns([_latencies(shown, window_s), _workers(shown)], padding=(0, 4)))
     troubles = [f"{cause} {count:.0f}" for cause, count in shown.causes.items()]
     line = f"aborted: {', '.join(troubles) or 'none'}    HTTP errors: {shown.errors:.0f}"
     return Group(*parts, Text(line, style="dim"))
+
+
+def _state(shown: Figures) -> tuple[str, str]:
+    """(what the engine is about, style)."""
+    if shown.in_a_step:
+        return "the engine is in a long step; its figures come after it", "yellow"
+    if not shown.engine_up:
+        return "the engine does not answer", "bold red"
+    return ("paused", "bold red") if shown.paused else ("up", "green")
 
 
 def _load(shown: Figures) -> Table:

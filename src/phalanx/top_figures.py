@@ -26,10 +26,11 @@ class Scrape:
     Args:
         text: Prometheus' text format.
         at_s: when it came, on any clock.
+        is_healthy: /health said so at that time; asked only where the engine had no answer for the page.
     """
 
-    def __init__(self, text: str, at_s: float) -> None:
-        self.at_s = at_s
+    def __init__(self, text: str, at_s: float, is_healthy: bool = False) -> None:
+        self.at_s, self.is_healthy = at_s, is_healthy
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
         for name, labels, value in _SAMPLE.findall(text):
             found = {key: _ESCAPED.sub(_unescape, raw) for key, raw in _LABEL.findall(labels)}
@@ -79,6 +80,7 @@ class Figures:
 
     model: str
     engine_up: bool
+    in_a_step: bool  # it has no answer for the page, but lives
     paused: bool
     running: float | None
     queued: float | None
@@ -121,6 +123,7 @@ def figures(now: Scrape, before: Scrape, window: Scrape) -> Figures:
     return Figures(
         model=", ".join(models) or "?",
         engine_up=up != 0,
+        in_a_step=up == 0 and now.is_healthy,
         paused=now.get("phalanx:paused") == 1,
         running=now.get("sglang:num_running_reqs"),
         queued=now.get("sglang:num_queue_reqs"),

@@ -12,6 +12,7 @@ import pytest
 from phalanx.cli import main
 from phalanx.core.errors import ConfigError
 from phalanx.microbench.named_ranges import PREFIX, named_ranges
+from phalanx.microbench.profile import print_breakdown
 from phalanx.microbench.step_trace import (
     GROUPS,
     Event,
@@ -202,3 +203,22 @@ def test_what_cannot_be_profiled_is_one_line(
     assert main([*f"{COMMAND} {QUICK} {flags}".split(), *out]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("phalanx: error: ") and words in error
+
+
+def test_shares_of_the_host_are_of_its_own_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU the host's thread is beside the engine's: its turn may be longer than the traced step."""
+    result = {
+        "model": "m",
+        "running": 1,
+        "device": "cpu",
+        "steps": 1,
+        "step_ms": 2.0,
+        "untraced_step_ms": 2.0,
+    }
+    result |= {"groups_ms": {"other": 2.0}, "idle_between_steps_ms": 0.0, "names_ms": {}, "trace": "t"}
+    host_ms = {"plan": 1.0, "launch": 2.0, "upload": 0.5, "read": 5.0}
+    print_breakdown(result | {"host_ms": host_ms, "host_busy_ms": 3.0})
+    host = capsys.readouterr().out.partition("the host in a step")[2]
+    for share in ("12.5%", "25.0%", "6.2%", "62.5%", "37.5%"):
+        assert share in host
+    print_breakdown(result | {"host_ms": {}, "host_busy_ms": 0.0})

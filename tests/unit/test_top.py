@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from phalanx.cli import main
-from phalanx.top import frame
+from phalanx.top import frame, scrape
 from phalanx.top_figures import Scrape, figures, quantiles
 
 
@@ -77,19 +77,19 @@ def test_a_server_that_was_started_anew_has_no_negative_figures() -> None:
 
 def test_labels_and_escapes() -> None:
     text = 'a{x="1",m="q\\"\\\\\\n}"} 1\na{x="2"} 2.5e1\nb +Inf\n# HELP a b\n'
-    scrape = Scrape(text, 0.0)
-    assert scrape.get("a") == 26 and scrape.get("a", x="1") == 1 and scrape.get("a", x="3") is None
-    assert scrape.labels("a", "m") == ['q"\\\n}'] and scrape.get("b") == float("inf")
-    assert quantiles(scrape, scrape, "none").count == 0
+    found = Scrape(text, 0.0)
+    assert found.get("a") == 26 and found.get("a", x="1") == 1 and found.get("a", x="3") is None
+    assert found.labels("a", "m") == ['q"\\\n}'] and found.get("b") == float("inf")
+    assert quantiles(found, found, "none").count == 0
 
 
 @pytest.mark.parametrize(
     "text", [NOW, "sglang:num_running_reqs 1\n", "phalanx:engine_up 0\nphalanx:paused 1\n"]
 )
 def test_a_frame_of_whatever_is_told(text: str) -> None:
-    scrape = Scrape(text, 1.0)
+    found = Scrape(text, 1.0)
     out = io.StringIO()
-    Console(file=out, width=100).print(frame("http://x", figures(scrape, scrape, scrape), 3.0))
+    Console(file=out, width=100).print(frame("http://x", figures(found, found, found), 3.0))
     shown = out.getvalue()
     assert "running" in shown and "time to first token" in shown and "last 3 s" in shown
     if text == NOW:
@@ -119,6 +119,23 @@ def url() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.mark.parametrize("is_healthy", [True, False])
+def test_an_engine_in_a_long_step_is_told_from_a_dead_one(
+    is_healthy: bool, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(self: Answers) -> None:
+        self.send_response(503 if self.path == "/health" and not is_healthy else 200)
+        self.end_headers()
+        self.wfile.write(b"phalanx:engine_up 0\n")
+
+    monkeypatch.setattr(Answers, "do_GET", answer)
+    found = scrape(url, None)
+    out = io.StringIO()
+    Console(file=out, width=100).print(frame(url, figures(found, found, found), 3.0))
+    assert ("is in a long step" in out.getvalue()) == is_healthy
+    assert ("does not answer" in out.getvalue()) != is_healthy
 
 
 @pytest.mark.parametrize(

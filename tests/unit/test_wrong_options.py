@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from phalanx.cli import main
+from phalanx.config.cli import OneLineParser
 from phalanx.config.hardware import Hardware
 from phalanx.core.errors import ConfigError
 from phalanx.engine import build
+from phalanx.microbench import host
 from phalanx.runtime.llm import LLM
 from tests.unit.test_config import GPU, HARDWARE, settle
 
@@ -125,6 +127,15 @@ def test_options_of_the_wrong_type(options: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_benchmark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delattr("phalanx.microbench.kv_indices.measure")
+    line = refusal(f"bench kv-indices --device cpu --plot {tmp_path / 'plot.png'}", capsys)
+    assert line.endswith("pip install matplotlib")
+
+
 def test_options_that_do_not_exist_and_models_that_are_none() -> None:
     for options in ({"cuda_graph": False}, {"host": "localhost"}):
         with pytest.raises(TypeError, match="unexpected option"):
@@ -176,3 +187,9 @@ def test_the_host_benchmark_takes_what_a_server_takes(
     flags: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert words in refusal(f"bench host {flags}", capsys)
+
+
+def test_the_host_benchmark_has_a_servers_pages() -> None:
+    parser = OneLineParser("bench host")
+    host.add_arguments(parser)
+    assert parser.parse_args([]).page_size == settle("--model m").cache.page_size

@@ -53,7 +53,7 @@ pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: 12px; }
 def require_charts() -> None:
     """Raise BenchError (exit code 2) unless the plotting library is installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("the report needs matplotlib: pip install 'phalanx[plot]'", exit_code=2)
+        raise BenchError("the report needs matplotlib: pip install matplotlib", exit_code=2)
 
 
 def write_page(path: str, lines: Sequence[dict[str, Any]], knee: Knee) -> None:

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=int, default=4096, help="rows of the request table")
     parser.add_argument("--steps", type=int, default=300, help="measured steps")
     parser.add_argument("--warm-up-steps", type=int, default=256)
-    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per KV page, as in a server")
     parser.add_argument("--random-input-len", type=int, default=32, help="prompts of 1..this many tokens")
     parser.add_argument("--random-output-len", type=int, default=128, help="outputs of 1..this many tokens")
     parser.add_argument("--context-length", type=int, default=8192)

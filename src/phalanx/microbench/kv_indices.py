@@ -9,6 +9,7 @@ single calls and carries a *. Every result is compared with the loop's before an
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,9 @@ def measure(
 
 
 def draw(results: list[dict[str, Any]], device_name: str, path: Path) -> None:
-    """Grouped bars on a log scale: device time on a GPU, host time on a CPU. Raises ConfigError."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'phalanx[plot]'") from None
+    """Grouped bars on a log scale: device time on a GPU, host time on a CPU."""
+    import matplotlib.pyplot as plt
+
     names = list(results[0]["backends"])
     figure, axes = plt.subplots(figsize=(2 + 2.5 * len(results), 4.5), layout="constrained")
     width = 0.8 / len(names)
@@ -163,5 +162,7 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
     for flag, value in (("--page-size", args.page_size), ("--repeats", args.repeats)):
         if value < 1:
             raise ConfigError(f"{flag} must be at least 1, got {value}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
     if args.plot and not args.plot.absolute().parent.is_dir():
         raise ConfigError(f"--plot: {args.plot.absolute().parent} is not a folder")
