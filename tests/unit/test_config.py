@@ -297,6 +297,28 @@ def test_unknown_flags_and_abbreviations_are_refused() -> None:
         assert error.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--modl m", "--modl; did you mean --model?"),
+        ("--model m --max-runing-requests=4", "--max-runing-requests; did you mean --max-running-requests?"),
+        ("--no-such-flag 3", "unrecognized arguments: --no-such-flag (see"),
+    ],
+)
+def test_a_mistyped_flag_is_named_with_the_one_that_was_meant(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(flags.split())
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+
+
+def test_what_looks_like_a_flag_but_is_a_value() -> None:
+    args = build_parser().parse_args(["--model=--m", "--chat-template=--no-such-flag"])
+    assert (args.model, args.chat_template) == ("--m", "--no-such-flag")
+
+
 def test_null_device_and_streaming_flags() -> None:
     settings = settle("--model m --device null --null-step-ms 2.5 --stream-interval 8")
     assert (settings.engine.device, settings.engine.null_step_ms) == ("null", 2.5)

@@ -7,13 +7,16 @@ refused by `resolve` with a ConfigError. A flag that is not listed at all is ref
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "triton", "numba", "torch_native")
 KV_INDICES_BACKENDS = ("naive", "torch", "triton", "fused")
+_NEAR = 0.8  # of difflib's ratio: a letter or two
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -27,6 +30,20 @@ class OneLineParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_HelpFormatter,
         )
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse's, but a flag that does not exist is named before one that is missing."""
+        argv = sys.argv[1:] if args is None else list(args)
+        known = self._option_string_actions
+        for word in argv[: argv.index("--")] if "--" in argv else argv:
+            name = word.partition("=")[0]
+            if name.startswith("--") and " " not in name and name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                self.error(f"unrecognized arguments: {name}{hint}")
+        return super().parse_args(argv, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit."""
