@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from phalanx.kernels import (
     decode_workspace_size,
     longest_first,
     prefill_attention,
+    prefill_tiles,
     reference,
 )
 from phalanx.kernels.decode_attention import (
@@ -266,18 +270,41 @@ def chunk_case(chunks, gaps, shape, page_size=1, dtype=torch.float32, seed=0):
 @given(
     chunks=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 40)), max_size=3),
     gaps=st.integers(0, 3),
-    shape=st.sampled_from([(1, 1, 8), (3, 1, 16), (8, 2, 24), (7, 1, 40)]),
+    shape=st.sampled_from([(1, 1, 8), (3, 1, 16), (8, 2, 24), (7, 1, 40), (16, 1, 16)]),
     page_size=st.sampled_from([1, 1, 5, 16]),
+    shared=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_any_chunks_equal_the_loop(backend, chunks, gaps, shape, page_size, seed):
+def test_any_chunks_equal_the_loop(backend, chunks, gaps, shape, page_size, shared, seed):
+    """shared: with tiles that were found before, for more tokens and a longer chunk than there are."""
     _, args, longest = chunk_case(chunks, gaps, shape, page_size, seed=seed)
     out = torch.full(args[0].shape, 55.0, device=DEVICE)
     more = {"page_size": page_size, "backend": backend}
+    if shared and chunks:
+        size = {"longest": longest + seed % 50, "group": shape[0] // shape[1]}
+        more["tiles"] = prefill_tiles(args[4], args[0].shape[0] + seed % 40, **size)
     got = prefill_attention(*args, max_chunk_len=longest + seed % 3, out=out, **more)
     inside = slice(gaps, gaps + sum(length for _, length in chunks))
     assert_near(got[inside], reference.prefill_attention(*args, page_size=page_size)[inside])
     assert (got[: inside.start] == 55).all() and (got[inside.stop :] == 55).all()
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 16])
+@pytest.mark.fuzz
+@few
+@given(
+    lens=st.lists(st.integers(0, 200), min_size=1, max_size=9),
+    begin=st.integers(0, 5),
+    spare=st.integers(0, 300),
+    longer=st.integers(0, 100),
+)
+def test_every_query_is_in_one_tile(group, lens, begin, spare, longer):
+    indptr = torch.tensor([begin, *(begin + np.cumsum(lens))], dtype=torch.int32, device=DEVICE)
+    found = prefill_tiles(indptr, sum(lens) + spare, longest=max(lens) + longer, group=group)
+    tiles = list(zip(found.chunks.tolist(), found.firsts.tolist(), strict=True))
+    wanted = [(i, n) for i, length in enumerate(lens) for n in range(-(-length * group // found.queries))]
+    assert tiles[: len(wanted)] == wanted
+    assert all(chunk == len(lens) for chunk, _ in tiles[len(wanted) :])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -330,6 +357,13 @@ def test_bad_arguments_are_named():
     _, args, _ = chunk_case([(0, 3)], 0, (2, 1, 8))
     with pytest.raises(TypeError, match="max_chunk_len must be an int"):
         prefill_attention(*args, max_chunk_len=3.0)
+    tiles = prefill_tiles(args[4], 5, longest=3, group=2)
+    for bad, words in (
+        (replace(tiles, queries=24), "tiles.queries must be a power of two of at least 16, got 24"),
+        (replace(tiles, firsts=tiles.firsts[1:]), "tiles.firsts must have shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            prefill_attention(*args, max_chunk_len=3, tiles=bad)
     with pytest.raises(TypeError, match="qo_indptr must be int32"):
         prefill_attention(*args[:4], args[4].long(), *args[5:], max_chunk_len=3)
 

@@ -133,8 +133,11 @@ def test_the_engine_begins_longest_first_what_is_not_cut(monkeypatch):
     case = Case([3, 300, 40, 0, 41, 40], 4, 2, 16)
     table = SimpleNamespace(is_cuda=True, shape=case.table.shape)
     decode = SimpleNamespace(seq_lens=case.lens)
-    batch = SimpleNamespace(decode=decode, req_to_token=table, num_decode=len(case.lens))
-    backend, pool = attention.TritonAttention(SimpleNamespace(head_dim=16)), SimpleNamespace(k=[case.k])
+    batch = SimpleNamespace(decode=decode, req_to_token=table, num_decode=len(case.lens), prefill=None)
+    backend, pool = (
+        attention.TritonAttention(SimpleNamespace(head_dim=16, num_q_heads=4, num_kv_heads=2)),
+        SimpleNamespace(k=[case.k]),
+    )
     state = backend.begin(batch, pool)
     assert state.long_rows is not None and state.long_rows.counts.tolist() == [19, 1]
     assert state.order is not None and state.order.tolist() == [4, 2, 5, 0, 1, 3]

@@ -73,7 +73,10 @@ def stand_in() -> Iterator[None]:
     empty = torch.empty
 
     def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        return empty(*args, **kwargs)
+        made = empty(*args, **kwargs)
+        return (
+            made.fill_(torch.nan) if made.is_floating_point() else made
+        )  # whoever reads it unwritten sees it
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Stream", "Event"):

@@ -18,6 +18,7 @@ from phalanx.config.resolve import resolve
 from phalanx.core.errors import ConfigError
 from phalanx.core.sampling_params import MAX_LOGIT_BIAS
 from phalanx.engine import build
+from phalanx.engine.captures import captured_steps
 from phalanx.engine.cuda import CudaEngine
 from phalanx.engine.memory import (
     EngineNeeds,
@@ -267,6 +268,52 @@ def test_what_flags_do_to_the_engines_needs() -> None:
     assert flashinfer.steps - triton.steps == 51 * 2**20  # of 50 buckets, and one for all
     cpu = engine_needs(settle("llama-3.2-1b", hardware=Hardware(num_cpus=2, cpu_has_bf16=True)))
     assert cpu.graphs == 0 and cpu.num_rows == 256
+    small = engine_needs(settle("llama-3.2-1b", "--chunked-prefill-size -1 --max-total-tokens 8192"))
+    assert small.step_tokens == 4096 + 8192 < whole.step_tokens  # no prompt is longer than the pool
+    few = engine_needs(settle("llama-3.2-1b", "--cuda-graph-max-bs 64"))
+    naive = engine_needs(
+        settle(
+            "llama-3.2-1b", "--attention-backend flashinfer --kv-indices-backend naive --context-length 2048"
+        )
+    )
+    assert few.graphs < base.graphs / 3
+    assert naive.graphs < flashinfer.graphs and naive.logits < flashinfer.logits  # no mixed steps
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "gib"),
+    [
+        ("llama-3.2-1b", "", 16),
+        ("llama-3.2-1b", "--max-total-tokens 2048", 8),
+        ("qwen3-0.6b", "--max-total-tokens 2048", 5),
+        ("qwen3-0.6b", "--chunked-prefill-size -1 --max-total-tokens 4096", 6),
+    ],
+)
+def test_a_cpu_is_not_asked_for_what_only_the_largest_requests_take(name: str, flags: str, gib: int) -> None:
+    cpu = Hardware(num_cpus=2, cpu_has_bf16=False)
+    chosen = settle(name, flags, cpu)
+    check_memory(chosen, engine_needs(chosen), gib * GiB)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"rows": 7}, {"indices": "naive", "backend": "flashinfer"}, {"graph": False}, {"chunk": -1}],
+)
+@pytest.mark.parametrize("max_bs", [1, 5, 20])
+def test_the_engine_captures_what_was_counted(max_bs: int, change: dict[str, Any]) -> None:
+    chosen = cuda_cases.settings(cuda_cases.CONFIG, dtype="float32", **change)
+    engine = msgspec.structs.replace(chosen.engine, cuda_graph_max_bs=max_bs)
+    chosen = msgspec.structs.replace(chosen, engine=engine)
+    with stand_in(), torch.inference_mode():
+        pool = KVPool(chosen.model, num_pages=2000, page_size=4, dtype=torch.float32, device=CPU)
+        made = CudaEngine(chosen, object(), pool, create_attention("triton", chosen.model, CPU), CPU)
+    captured, mixed = captured_steps(chosen, 10**9)
+    assert made._captured == captured and made._wanted_shapes == mixed.all()
+    assert bool(captured) == (change != {"graph": False})
+    assert bool(mixed.all()) == (bool(captured) and "indices" not in change)
+    assert not captured or captured[-1] == min(
+        b for b in made._buckets if b >= min(max_bs, made._buckets[-1])
+    )
 
 
 def test_the_log_says_what_the_engine_keeps_where_that_bounds_the_pool(

@@ -21,7 +21,7 @@ from phalanx.core.errors import ConfigError
 # SGLang's rule for --max-running-requests without a flag ends between 2048 and 4096; on a CPU the GEMMs of
 # a small model saturate well before (benchmarks/cpu_layers.py), so fewer rows keep inter-token times short.
 _MAX_RUNNING = 4096
-_MAX_RUNNING_SMALL = ((32, 1024), (60, 2048))  # on cards of less than so many GiB
+_MAX_RUNNING_SMALL = ((14, 256), (32, 1024), (60, 2048))  # on cards of less than so many GiB
 _MAX_RUNNING_CPU = 256
 # Beyond these the flags are a mistake: bytes of request-to-token tables, rows, pages of a pool on paper.
 _MAX_TABLE_BYTES, _MAX_ROWS, _MAX_PAGES = 16 * 2**30, 2**20, 2**30

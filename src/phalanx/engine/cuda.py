@@ -17,7 +17,8 @@ from phalanx.attention.base import AttentionBackend, ForwardBatch, PrefillPart
 from phalanx.config.groups import Settings
 from phalanx.core.step import StepPlan
 from phalanx.engine.batch import BatchBuilder, SentPlan, prefill_part
-from phalanx.engine.buckets import MixedShape, MixedShapes, bucket_of, decode_buckets, free_tokens
+from phalanx.engine.buckets import MixedShape, bucket_of, decode_buckets
+from phalanx.engine.captures import captured_steps
 from phalanx.engine.engine import Model
 from phalanx.engine.graphs import StepGraphs
 from phalanx.engine.launch_times import LaunchTimes
@@ -67,8 +68,9 @@ class CudaEngine:
         self._pool = pool
         self._attn = attn
         self._buckets = decode_buckets(scheduler.max_running_requests)
-        self._max_graph_rows = settings.engine.cuda_graph_max_bs if settings.engine.cuda_graph else 0
-        self._most_prompt_tokens = most_prompt_tokens(scheduler, pool.num_slots - pool.page_size)
+        num_slots = pool.num_slots - pool.page_size
+        self._captured, self._mixed_shapes = captured_steps(settings, num_slots)
+        self._most_prompt_tokens = most_prompt_tokens(scheduler, num_slots)
         self._rows = DeviceRows(
             num_rows, scheduler.context_length, grant_ring(scheduler, pool.page_size), device
         )
@@ -84,15 +86,9 @@ class CudaEngine:
             indices=settings.engine.kv_indices_backend,
         )
         self._prepare_inside = settings.engine.kv_indices_backend in (None, "fused")
-        self._mixed_shapes = MixedShapes(
-            [b for b in self._buckets if b <= self._largest_graph],
-            free_tokens=free_tokens(settings.model, settings.engine.dtype),
-            most_tokens=self._most_prompt_tokens,
-        )
-        shapes = self._mixed_shapes.all() if self._prepare_inside else []
-        self._wanted_shapes = shapes
+        self._wanted_shapes = self._mixed_shapes.all()
         # One for all steps and graphs: at 4096 rows of 150,000 logits it takes over a gigabyte.
-        lines = self._buckets[-1] + max((shape.chunks for shape in shapes), default=0)
+        lines = self._buckets[-1] + max((shape.chunks for shape in self._wanted_shapes), default=0)
         self._logits = torch.empty(lines, vocab_size, dtype=pool.k[0].dtype, device=device)
         self._stream = torch.cuda.Stream(device)
         self._logprobs = LogprobReader(model, device)
@@ -107,7 +103,7 @@ class CudaEngine:
 
         progress: draw a bar on standard error.
         """
-        title = "capturing steps" if self._max_graph_rows else "warming up"
+        title = "capturing steps" if self._captured else "warming up"
         steps = [functools.partial(self._capture_decode, bucket) for bucket in self._buckets[::-1]]
         steps += [functools.partial(self._capture_mixed, shape) for shape in self._wanted_shapes]
         sizes = prompt_sizes(self._most_prompt_tokens)
@@ -133,7 +129,7 @@ class CudaEngine:
     def _capture_decode(self, bucket: int) -> None:
         inputs = torch.zeros(HEADER + bucket, dtype=torch.int32, device=self._device)
         self._decode(inputs)
-        if bucket > self._largest_graph:
+        if bucket not in self._captured:
             return
         if self._prepare_inside:
             self._graphs.capture(bucket, inputs, lambda: self._decode(inputs))
@@ -180,11 +176,6 @@ class CudaEngine:
     def close(self) -> None:
         """Wait for launched steps."""
         torch.cuda.synchronize(self._device)
-
-    @property
-    def _largest_graph(self) -> int:
-        """The bucket of the most rows that a graph is wanted for, 0 for none."""
-        return next((b for b in self._buckets if b >= self._max_graph_rows), 0) if self._max_graph_rows else 0
 
     def _launch(self, plan: StepPlan) -> CudaHandle:
         shape = self._mixed_shape(plan)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from phalanx.attention.grouping import MAX_CELLS, QUERY_BLOCK
 from phalanx.config.groups import Settings
 from phalanx.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from phalanx.engine.buckets import MixedShape, MixedShapes, decode_buckets, free_tokens
+from phalanx.engine.buckets import decode_buckets
+from phalanx.engine.captures import captured_steps
 from phalanx.engine.memory import DTYPES, EngineNeeds
 from phalanx.engine.rows import grant_ring
 from phalanx.engine.warm_up import most_prompt_tokens
@@ -15,9 +15,8 @@ from phalanx.sampling.sampler import scratch_shape
 
 _MiB = 1 << 20
 _UNBOUNDED = 1 << 62
-_TOKEN_BYTES = (
-    128  # of a step: id, position, slot and row of 8 bytes each, twice, and what else a plan brings
-)
+# Of a step's token: id, position, slot and row of 8 bytes each, twice, and what else a plan brings.
+_TOKEN_BYTES = 128
 _LOGPROB_LINES = 64  # logits that `sampling.logprobs` has in work at once
 _COPIED_LINES = 512  # logits that the CUDA engine copies for rows that are sampled again
 # Of a logit whose log-probability is computed: in fp32 twice, its sort key in int32 and int64 with what each
@@ -45,8 +44,8 @@ _CPU_LIBRARY_BYTES = 256 * _MiB
 def engine_needs(settings: Settings) -> EngineNeeds:
     """Bytes that the engine of these settings takes, beside weights and pool.
 
-    Tables and logits are exact; of a step's activations, of sampling and of log-probabilities it is the most
-    that requests can ask for; graphs and libraries are estimates. Steps and sampling follow each other on one
+    Tables and logits are exact; of a GPU's step, of sampling and of log-probabilities it is the most that
+    requests can ask for; graphs and libraries are estimates. Steps and sampling follow each other on one
     stream but are counted side by side, for what an allocator cannot join.
     """
     if settings.engine.device == "cuda":
@@ -67,29 +66,17 @@ def table_bytes(settings: Settings) -> int:
     return num_rows * row
 
 
-def captured_shapes(settings: Settings) -> tuple[list[int], list[MixedShape]]:
-    """Buckets and mixed steps of which the CUDA engine captures graphs; without graphs none."""
-    scheduler, engine = settings.scheduler, settings.engine
-    if not engine.cuda_graph:
-        return [], []
-    buckets = decode_buckets(scheduler.max_running_requests)
-    largest = next((b for b in buckets if b >= engine.cuda_graph_max_bs), 0)
-    captured = [b for b in buckets if b <= largest]
-    if engine.kv_indices_backend not in (None, "fused"):
-        return captured, []
-    shapes = MixedShapes(
-        captured,
-        free_tokens=free_tokens(settings.model, engine.dtype),
-        most_tokens=most_prompt_tokens(scheduler, _UNBOUNDED),
-    )
-    return captured, shapes.all()
-
-
 def largest_step(settings: Settings) -> int:
     """Tokens of the largest step: every row decodes, padding included, beside the most prompt tokens."""
     scheduler = settings.scheduler
     rows = decode_buckets(scheduler.max_running_requests)[-1]
-    return rows + most_prompt_tokens(scheduler, _UNBOUNDED)
+    return rows + most_prompt_tokens(scheduler, _most_held(settings))
+
+
+def _most_held(settings: Settings) -> int:
+    """Tokens that a pool of the size asked for holds; more than any where none was asked for."""
+    asked = settings.cache.max_total_tokens
+    return _UNBOUNDED if asked is None else asked
 
 
 def step_bytes(settings: Settings, num_tokens: int, *, fused: bool) -> int:
@@ -111,7 +98,8 @@ def _on_cuda(settings: Settings) -> EngineNeeds:
     model, scheduler, engine = settings.model, settings.scheduler, settings.engine
     rows, vocab = scheduler.max_running_requests, model.vocab_size
     itemsize = DTYPES[engine.dtype].itemsize
-    buckets, shapes = captured_shapes(settings)
+    buckets, mixed = captured_steps(settings, _most_held(settings))
+    shapes = mixed.all()
     lines = decode_buckets(rows)[-1] + max((shape.chunks for shape in shapes), default=0)
     most_captured = max([*buckets, *(s.lanes + s.tokens for s in shapes)], default=0)
     sampling = 4 * sample_workspace_size(lines, vocab)
@@ -127,7 +115,7 @@ def _on_cuda(settings: Settings) -> EngineNeeds:
         num_rows=rows,
         context_length=scheduler.context_length,
         step_tokens=largest_step(settings),
-        pool_token=_pool_token_bytes(settings),
+        pool_token=4 if engine.attention_backend == "flashinfer" else 0,  # page lists
         tables=table_bytes(settings),
         logits=lines * vocab * itemsize,
         steps=step_bytes(settings, largest_step(settings), fused=True) + attention,
@@ -139,21 +127,21 @@ def _on_cuda(settings: Settings) -> EngineNeeds:
 
 
 def _on_cpu(settings: Settings) -> EngineNeeds:
-    """Steps follow each other on one thread, memory goes back at once, and there are no graphs."""
-    model, scheduler = settings.model, settings.scheduler
-    rows, vocab = scheduler.max_running_requests, model.vocab_size
+    """Tables and logits. Steps, sampling and attention are left to what --mem-fraction-static leaves.
+
+    That is half of the memory by default, and a CPU's memory gives way where a GPU's does not: a start that
+    would work for all but the largest requests is better than none.
+    """
+    scheduler, vocab = settings.scheduler, settings.model.vocab_size
+    nothing = dict.fromkeys(("pool_token", "steps", "sampling", "logprobs", "graphs"), 0)
     return EngineNeeds(
-        num_rows=rows,
+        num_rows=scheduler.max_running_requests,
         context_length=scheduler.context_length,
         step_tokens=largest_step(settings),
-        pool_token=_pool_token_bytes(settings),
         tables=table_bytes(settings),
-        logits=rows * vocab * DTYPES[settings.engine.dtype].itemsize,
-        steps=step_bytes(settings, largest_step(settings), fused=False) + _attention_bytes(settings),
-        sampling=_eager_sampling_bytes(settings),
-        logprobs=_LOGPROB_LINES * vocab * _LOGPROB_BYTES,
-        graphs=0,
+        logits=scheduler.max_running_requests * vocab * DTYPES[settings.engine.dtype].itemsize,
         libraries=_CPU_LIBRARY_BYTES,
+        **nothing,
     )
 
 
@@ -162,38 +150,16 @@ def _eager_sampling_bytes(settings: Settings) -> int:
     vocab, scheduler = settings.model.vocab_size, settings.scheduler
     chunk, width = scratch_shape(vocab, settings.engine.device)
     lines = min(chunk, scheduler.max_running_requests)
-    penalties = 12 * width + _HISTORY_BYTES * scheduler.context_length  # 12: counts, and a copy of the logits
+    penalties = 12 * width + _HISTORY_BYTES * min(
+        scheduler.context_length, _most_held(settings)
+    )  # 12: counts, and a copy of the logits
     return 4 * chunk * width + lines * max(_FILTER_BYTES * width, penalties)
 
 
 def _attention_bytes(settings: Settings) -> int:
-    """What attention works with, beside its output."""
-    model, engine = settings.model, settings.engine
-    context, itemsize = settings.scheduler.context_length, DTYPES[engine.dtype].itemsize
-    pieces = 0
-    if context > LONG_TOKENS:
-        pieces = 4 * MAX_PIECES * model.num_q_heads * (model.head_dim + 2)
-    if engine.attention_backend == "triton":
-        return pieces
-    if engine.attention_backend == "flashinfer":
+    """What the Triton kernels and FlashInfer work with, beside their output. Not counted: torch_native's."""
+    model, context = settings.model, min(settings.scheduler.context_length, _most_held(settings))
+    if settings.engine.attention_backend == "flashinfer":
         buckets = decode_buckets(settings.scheduler.max_running_requests)
         return (1 + len(buckets)) * _MiB  # a workspace for all and one for the plan of each
-    # Prompts in torch: scores, weights and mask of a rectangle of queries and KV tokens, and K or V of it.
-    prompts = most_prompt_tokens(settings.scheduler, _UNBOUNDED)
-    cells = min(max(MAX_CELLS, QUERY_BLOCK * context), prompts * context)
-    gathered = min(MAX_CELLS, prompts + (prompts // QUERY_BLOCK + 1) * context)
-    return 3 * itemsize * model.num_q_heads * cells + _gather_bytes(settings) * gathered
-
-
-def _gather_bytes(settings: Settings) -> int:
-    """Of a KV token that torch reads: its K or V in one layer, and where it lies, twice for each head."""
-    model = settings.model
-    return DTYPES[settings.engine.dtype].itemsize * model.kv_size + 16 * model.num_kv_heads
-
-
-def _pool_token_bytes(settings: Settings) -> int:
-    """What attention to decode rows takes with the pool: page lists, or all that torch gathers of a layer."""
-    backend = settings.engine.attention_backend
-    if backend == "torch_native":
-        return _gather_bytes(settings) + 4 * settings.model.num_q_heads
-    return 4 if backend == "flashinfer" else 0
+    return 4 * MAX_PIECES * model.num_q_heads * (model.head_dim + 2) if context > LONG_TOKENS else 0

@@ -71,7 +71,7 @@ def prefill_attention(
     k_pool, v_pool, req_to_token, page_size, sm_scale: as in `decode_attention`.
     qo_indptr: [m+1] int32, contiguous, ascending. rows: [m] int32 or int64; starts: [m] int32 or int64; both
         contiguous. All three are read on the device. A chunk may be empty.
-    max_chunk_len: at least the longest chunk, in tokens; it sizes the tiles.
+    max_chunk_len: at least the longest chunk, in tokens; it sizes the tiles where none are given.
     out: like q, any strides with last stride 1; allocated if None. Tokens in no chunk keep their bytes.
     tiles: `prefill_tiles` of qo_indptr and q's tokens, for calls that share them; found anew if None.
     backend: "torch", "triton" or "auto" (Triton on CUDA). The torch one reads indptr and starts on the host.
@@ -92,6 +92,8 @@ def prefill_attention(
         for name, tensor in (("tiles.chunks", tiles.chunks), ("tiles.firsts", tiles.firsts)):
             shape = (len(tiles.chunks),)
             check_tensor(name, tensor, dtypes=(torch.int64,), shape=shape, device=q.device, contiguous=True)
+        if tiles.queries < 16 or tiles.queries & (tiles.queries - 1):
+            raise ValueError(f"tiles.queries must be a power of two of at least 16, got {tiles.queries}")
     if max_chunk_len < 0:
         raise ValueError(f"max_chunk_len must be at least 0, got {max_chunk_len}")
     chosen = pick_backend(backend, q.device)
