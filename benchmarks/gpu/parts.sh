@@ -100,7 +100,7 @@ run_part() {
     long-rows) bench long_rows ;;
     tests-kernels) tests tests/kernels ;;
     # The others that are for a GPU are parts of their own.
-    tests-models) tests tests/models/test_{cuda_engine,cuda_loops,captured_prompts,first_use,flashinfer_plan,weights}.py ;;
+    tests-models) tests tests/unit/test_memory.py tests/models/test_{cuda_engine,cuda_loops,captured_prompts,first_use,flashinfer_plan,weights}.py ;;
     wide) tests tests/models/test_gpu_wide.py ;;
     heads) tests tests/models/test_cuda_engine.py -k "logits_are_as_near" ;;
     smollm2) tests tests/models/test_gpu_smollm2.py ;;
