@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from phalanx.server.schema_generate import GenerateBody, SamplingFields
+from phalanx.server.schema_generate import MISPLACED, GenerateBody, SamplingFields
 from phalanx.server.schema_openai import ChatBody, CompletionBody, StreamOptions
 from tests.e2e.fake_engine import count_up, logprob_of
 from tests.e2e.server_harness import (
@@ -94,6 +94,8 @@ GENERATE: list[tuple[str, Any, Check]] = [
     ("routed_dp_rank", 0, nothing),
     ("no_logs", True, nothing),
     ("log_metrics", True, nothing),
+    ("frequency_penalty", 0, nothing),  # beside the prompt, where they are ignored: defaults
+    ("min_new_tokens", 0, nothing),
 ]
 OPENAI: list[tuple[str, Any, Check]] = [
     ("model", MODEL, lambda reply, request: reply["model"] == MODEL),
@@ -126,12 +128,16 @@ OPENAI: list[tuple[str, Any, Check]] = [
     ("extra_key", "tenant", nothing),
     ("cache_salt", "tenant", nothing),
     ("stream", False, nothing),
+    ("length_penalty", 1.0, nothing),
+    ("top_logprobs_num", 0, nothing),
 ]
 COMPLETIONS: list[tuple[str, Any, Check]] = [
     ("prompt", [104, 105], nothing),
     ("echo", True, says("hiabcdef")),
     ("logprobs", 1, lambda reply, request: reply["choices"][0]["logprobs"]["tokens"] == [*"abcdef"]),
     ("best_of", 1, nothing),
+    ("add_special_tokens", True, lambda reply, request: request.input_ids.tolist() == [*b"hi"]),
+    ("top_logprobs", 0, nothing),
 ]
 CHAT: list[tuple[str, Any, Check]] = [
     ("messages", [{"role": "user", "content": "yo"}], lambda reply, request: text_of(reply) == "abcdef"),
@@ -139,6 +145,8 @@ CHAT: list[tuple[str, Any, Check]] = [
     ("add_generation_prompt", False, lambda reply, request: request.input_ids.tolist()[-1] != ord(">")),
     ("chat_template_kwargs", {"x": 1}, nothing),
     ("reasoning_effort", "low", nothing),  # of templates that read it: see below
+    ("add_special_tokens", False, lambda reply, request: request.input_ids.tolist() == [BOS, *b"user:hi>"]),
+    ("best_of", 1, nothing),
     ("modalities", ["text"], nothing),
     ("tools", [], nothing),
     ("tool_choice", "none", nothing),
@@ -183,6 +191,31 @@ GENERATE_REFUSED = [
     ("bootstrap_port", 8998),
     ("bootstrap_room", 7),
     ("log_metrics", False),
+    ("logprobs", 2),  # of OpenAI's routes
+    ("top_logprobs", 2),
+    ("temperature", 0),  # sampling parameters beside the prompt
+    ("temperature", 0.7),
+    ("max_new_tokens", 0),
+    ("sampling_seed", 0),
+    ("min_new_tokens", 1),
+    ("top_p", 0.5),
+    ("top_k", 5),
+    ("min_p", 0.1),
+    ("frequency_penalty", 1.5),
+    ("presence_penalty", -1.5),
+    ("repetition_penalty", 1.2),
+    ("stop", "cd"),
+    ("stop", ["cd"]),
+    ("stop_regex", "[d-f]"),
+    ("stop_token_ids", [99]),
+    ("ignore_eos", True),
+    ("skip_special_tokens", True),
+    ("spaces_between_special_tokens", True),
+    ("no_stop_trim", True),
+    ("n", 2),
+    ("logit_bias", {"65": 2.5}),
+    ("stream_interval", 2),
+    *SAMPLING_REFUSED,
 ]
 OPENAI_REFUSED = [
     ("response_format", {"type": "json_object"}),
@@ -203,9 +236,44 @@ OPENAI_REFUSED = [
     ("custom_logit_processor", "gAS"),
     ("return_hidden_states", True),
     ("priority", 3),
+    # vLLM's
+    ("allowed_token_ids", [5]),
+    ("bad_words", ["x"]),
+    ("truncate_prompt_tokens", 1),
+    ("truncate_prompt_tokens", -1),
+    ("prompt_logprobs", 1),
+    ("length_penalty", 2.0),
+    ("length_penalty", -1),
+    ("early_stopping", True),
+    ("logits_processors", ["x"]),
+    ("guided_whitespace_pattern", "x"),
+    ("guided_decoding_backend", "x"),
+    ("return_tokens_as_token_ids", True),
+    ("thinking_token_budget", 3),
+    # names of other APIs
+    ("max_new_tokens", 2),
+    ("max_new_tokens", 0),
+    ("min_new_tokens", 2),
+    ("sampling_seed", 4),
+    ("sampling_seed", 0),
+    ("stop_sequences", ["x"]),
+    ("return_logprob", True),
+    ("top_logprobs_num", 2),
+    ("sampling_params", {"top_k": 1}),
 ]
-COMPLETIONS_REFUSED = [("suffix", "end"), ("best_of", 2), ("best_of", 0)]
+COMPLETIONS_REFUSED = [
+    ("suffix", "end"),
+    ("best_of", 2),
+    ("best_of", 0),
+    ("prompt_embeds", "x"),
+    ("top_logprobs", 2),
+    ("add_special_tokens", False),
+]
 CHAT_REFUSED = [
+    ("add_special_tokens", True),
+    ("best_of", 3),
+    ("documents", [{"a": "b"}]),
+    ("echo", True),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
@@ -302,6 +370,88 @@ def test_refused_by_name(http, engine, route, field, name, value, is_stream):
     assert error["type"] == "invalid_request_error" and engine.seen == []
 
 
+@pytest.mark.parametrize(
+    ("route", "name", "ours"),
+    [
+        ("generate", "temperature", "belongs in sampling_params"),
+        ("generate", "max_tokens", "belongs in sampling_params, where it is called max_new_tokens"),
+        ("generate", "logprobs", "is called return_logprob here"),
+        ("completions", "max_new_tokens", "is called max_tokens or max_completion_tokens here"),
+        ("completions", "top_logprobs_num", "is called logprobs here"),
+        ("chat", "top_logprobs_num", "is called top_logprobs here"),
+        ("chat", "sampling_seed", "is called seed here"),
+    ],
+)
+def test_a_name_from_elsewhere_is_refused_with_ours(http, route, name, ours):
+    assert ours in ask(http, route, **{name: 3}).json()["error"]["message"]
+
+
+CLIENTS = [
+    # SGLang's bench_serving: its own backend, and vLLM's
+    (
+        "generate",
+        {
+            "lora_path": None,
+            "return_logprob": False,
+            "return_routed_experts": False,
+            "logprob_start_len": -1,
+            "stream": True,
+        },
+    ),
+    ("generate", {"lora_path": "", "image_data": None, "top_logprobs_num": 0, "token_ids_logprob": None}),
+    ("completions", {"model": MODEL, "temperature": 0.0, "best_of": 1, "stream": True, "ignore_eos": True}),
+    # lm-eval
+    ("completions", {"model": MODEL, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}),
+    ("completions", {"model": MODEL, "temperature": 0, "max_tokens": 6, "stop": ["\n"], "seed": 1234}),
+    (
+        "chat",
+        {"model": MODEL, "temperature": 0, "stop": ["\n"], "seed": 1234, "type": "x", "do_sample": False},
+    ),
+    # LangChain's ChatOpenAI and VLLMOpenAI, with what they leave open
+    (
+        "chat",
+        {
+            "model": MODEL,
+            "n": 1,
+            "temperature": 0.7,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "parallel_tool_calls": None,
+            "frequency_penalty": None,
+            "logit_bias": None,
+            "logprobs": None,
+            "top_logprobs": None,
+            "reasoning_effort": None,
+            "user": None,
+        },
+    ),
+    (
+        "completions",
+        {
+            "model": MODEL,
+            "temperature": 0.7,
+            "top_p": 1,
+            "frequency_penalty": 0,
+            "presence_penalty": 0,
+            "n": 1,
+            "best_of": 1,
+            "logit_bias": {},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "fields"), CLIENTS)
+def test_what_clients_send_as_a_habit_is_served(http, route, fields):
+    reply = ask(http, route, **fields)
+    assert reply.status_code == 200, reply.text
+
+
+def test_every_sampling_parameter_beside_the_prompt_is_refused(http):
+    assert set(MISPLACED) == set(SamplingFields.__struct_fields__)
+    assert set(MISPLACED) <= {name for name, _ in GENERATE_REFUSED}
+
+
 @pytest.mark.parametrize("field", IGNORED)
 @pytest.mark.parametrize("route", ROUTES)
 def test_unknown_and_ignored(http, engine, route, field):
@@ -327,7 +477,8 @@ def test_nothing_asked_for_is_nothing_refused(http, route):
     fields = {name for r, f, name, _ in REFUSED if r == route and f == name}
     for empty in (None, False, [], [None]):
         typed = {"response_format", "tools", "tool_choice", "modalities", "best_of", "log_metrics"} | {
-            "function_call"
+            "function_call",
+            "add_special_tokens",
         }
         reply = ask(http, route, **{name: empty for name in fields - typed})
         assert reply.status_code == 200, reply.text

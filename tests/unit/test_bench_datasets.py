@@ -383,6 +383,7 @@ def test_unknown_options_and_values_are_refused_by_argparse(argv: tuple[str, ...
 
 
 def test_target_from_base_url_and_from_host_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     target = make_target("https://[::1]:444/api/", "unused", 1, [("X-A", "b")])
     assert (target.host, target.port, target.prefix, target.url) == (
@@ -403,6 +404,26 @@ def test_target_from_base_url_and_from_host_and_port(monkeypatch: pytest.MonkeyP
     for bad in ("ftp://x", "http://", "localhost:30000", "http://x:port", "http://x/?q=1"):
         with pytest.raises(BenchError, match="--base-url"):
             make_target(bad, "h", 1, [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent"),
+    [
+        ({}, None),
+        ({"API_KEY": "Basic c"}, b"Basic c"),
+        ({"API_KEY": "Basic c", "OPENAI_API_KEY": "b"}, b"Bearer b"),
+        ({"OPENAI_API_KEY": "b", "PHALANX_API_KEY": "a"}, b"Bearer a"),
+        ({"OPENAI_API_KEY": "b", "PHALANX_API_KEY": ""}, b"Bearer b"),
+    ],
+)
+def test_keys_of_the_environment(monkeypatch, keys: dict[str, str], sent: bytes | None) -> None:
+    for name in ("PHALANX_API_KEY", "OPENAI_API_KEY", "API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    wire = make_target(None, "h", 1, []).wire_request("/", b"{}")
+    lines = [line for line in wire.split(b"\r\n") if line.startswith(b"Authorization")]
+    assert lines == ([] if sent is None else [b"Authorization: " + sent])
 
 
 def test_default_file_names() -> None:

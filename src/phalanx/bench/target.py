@@ -63,8 +63,9 @@ class Target:
 def make_target(base_url: str | None, host: str, port: int, headers: list[tuple[str, str]]) -> Target:
     """Build the target from the command line's choices.
 
-    OPENAI_API_KEY (as a bearer token) or else API_KEY (as it stands) of the environment becomes the
-    Authorization header, as in SGLang's client; a header given on the command line wins.
+    PHALANX_API_KEY or else OPENAI_API_KEY (as a bearer token), or else API_KEY (as it stands) of the
+    environment becomes the Authorization header, the last two as in SGLang's client; a header given on the
+    command line wins.
 
     Raises:
         BenchError: exit code 2 for a URL that is not http(s)://host[:port][/path].
@@ -106,7 +107,8 @@ def wait_until_ready(target: Target, timeout_s: float) -> None:
             return
         if status in (401, 403):
             raise BenchError(
-                f"{target.url} wants a key (HTTP {status}): set OPENAI_API_KEY, or give --header"
+                f"{target.url} wants a key (HTTP {status}): set PHALANX_API_KEY or OPENAI_API_KEY, or give "
+                "--header"
             )
         last = f"status {status}" if status else str(body)
         if not said:
@@ -204,7 +206,7 @@ def control(
 
 
 def _auth_headers() -> list[tuple[str, str]]:
-    if key := os.environ.get("OPENAI_API_KEY"):
+    if key := os.environ.get("PHALANX_API_KEY") or os.environ.get("OPENAI_API_KEY"):
         return [("Authorization", f"Bearer {key}")]
     if key := os.environ.get("API_KEY"):
         return [("Authorization", key)]

@@ -14,6 +14,15 @@ T = TypeVar("T")
 
 _AT = re.compile(r"^(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
 _NOTHING = (None, False, 0, "", [], {})
+_ZERO_IS_DEFAULT = (
+    "frequency_penalty",
+    "presence_penalty",
+    "min_p",
+    "min_new_tokens",
+    "min_tokens",
+    "top_logprobs",
+    "top_logprobs_num",
+)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>.*)`$", re.DOTALL)
 
@@ -53,6 +62,22 @@ def refuse_unsupported(body: Any, names: Iterable[str]) -> None:
     for name in names:
         if _asks(getattr(body, name)):
             raise unsupported(name)
+
+
+def refuse_misnamed(body: Any, names: Mapping[str, str]) -> None:
+    """Raise a 400 for a field of `body` that asks for something under another API's name.
+
+    names: from theirs to ours.
+    """
+    for name, ours in names.items():
+        if asks_by_name(name, getattr(body, name)):
+            raise unsupported(name, why=f"it is called {ours} here")
+
+
+def asks_by_name(name: str, value: Any) -> bool:
+    """As `refuse_unsupported` has it, but that 0 asks for something: of a temperature, or as a seed."""
+    is_zero = value == 0 and not isinstance(value, bool)
+    return _asks(value) or (is_zero and name not in _ZERO_IS_DEFAULT)
 
 
 def _asks(value: Any) -> bool:

@@ -19,7 +19,13 @@ from phalanx.server.calls import (
     possible_outputs,
     run_call,
 )
-from phalanx.server.errors import decode_json, refuse_unsupported, unsupported
+from phalanx.server.errors import (
+    asks_by_name,
+    decode_json,
+    refuse_misnamed,
+    refuse_unsupported,
+    unsupported,
+)
 from phalanx.server.form_generate import GenerateForm
 from phalanx.server.params import (
     asked_token_ids,
@@ -29,7 +35,15 @@ from phalanx.server.params import (
     sampling_from_generate,
 )
 from phalanx.server.response import Receive, Response, encode_json
-from phalanx.server.schema_generate import UNSUPPORTED, UNSUPPORTED_SAMPLING, GenerateBody, SamplingFields
+from phalanx.server.schema_generate import (
+    MISNAMED,
+    MISNAMED_SAMPLING,
+    MISPLACED,
+    UNSUPPORTED,
+    UNSUPPORTED_SAMPLING,
+    GenerateBody,
+    SamplingFields,
+)
 from phalanx.server.state import BIG_BYTES, ApiWorker
 from phalanx.server.texts import Ids, PackedIds, encode_texts, pack, unpack
 from phalanx.text.tokenizer import Tokenizer
@@ -111,6 +125,12 @@ def _num_outputs(body: GenerateBody, count: int) -> int:
 def _parse(raw_body: bytes, tokenizer: Tokenizer | None) -> _Parsed:
     body = decode_json(_decoder, raw_body)
     refuse_unsupported(body, UNSUPPORTED)
+    refuse_misnamed(body, MISNAMED)
+    for name in MISPLACED:
+        if asks_by_name(name, getattr(body, name)):
+            ours = MISNAMED_SAMPLING.get(name)
+            where = "it belongs in sampling_params" + (f", where it is called {ours}" if ours else "")
+            raise unsupported(name, "beside the prompt", why=where)
     if body.log_metrics is False:
         raise unsupported("log_metrics", "false")
     if (body.text is None) == (body.input_ids is None):
@@ -135,7 +155,7 @@ def _slim(body: GenerateBody, prompts: Sequence[str] | Sequence[Sequence[int]], 
         if ask.sampling is not checked:
             checked = ask.sampling
             checked.check(ANY_VOCAB)
-    for name in (*UNSUPPORTED, "extra_key", "cache_salt", "routing_key"):
+    for name in (*UNSUPPORTED, *MISNAMED, *MISPLACED, "extra_key", "cache_salt", "routing_key"):
         setattr(body, name, None)
     params = body.sampling_params
     for fields in params if isinstance(params, list) else [params]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from phalanx.core.errors import RequestError
-from phalanx.server.errors import refuse_unsupported, unsupported
+from phalanx.server.errors import refuse_misnamed, refuse_unsupported, unsupported
 
 # Known here or in other engines, and not built: refused by name when asked for.
 _UNSUPPORTED = (
@@ -19,23 +19,46 @@ _UNSUPPORTED = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "guided_whitespace_pattern",
+    "guided_decoding_backend",
     "structured_outputs",
     "lora_path",
     "session_params",
     "beam_width",
     "use_beam_search",
+    "early_stopping",
     "custom_logit_processor",
+    "logits_processors",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "return_tokens_as_token_ids",
+    "thinking_token_budget",
+    "sampling_params",
     "return_hidden_states",
     "priority",
 )
 _UNSUPPORTED_CHAT = (
     "audio",
+    "documents",
+    "echo",
     "functions",
     "continue_final_message",
     "chat_template",
     "web_search_options",
 )
-_UNSUPPORTED_COMPLETION = ("suffix",)
+_UNSUPPORTED_COMPLETION = ("suffix", "prompt_embeds")
+# Names of `/generate` and of other APIs for what is supported: ignored, they would change the answer.
+_MISNAMED = {
+    "max_new_tokens": "max_tokens or max_completion_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "stop_sequences": "stop",
+    "return_logprob": "logprobs",
+}
+_MISNAMED_CHAT = {"top_logprobs_num": "top_logprobs"}
+_MISNAMED_COMPLETION = {"top_logprobs_num": "logprobs", "top_logprobs": "logprobs"}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -88,14 +111,33 @@ class OpenAIBody(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
+    guided_decoding_backend: Any = None
     structured_outputs: Any = None
     lora_path: Any = None
     session_params: Any = None
     beam_width: Any = None
     use_beam_search: Any = None
+    early_stopping: Any = None
+    length_penalty: Any = None
     custom_logit_processor: Any = None
+    logits_processors: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    truncate_prompt_tokens: Any = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Any = None
+    return_tokens_as_token_ids: Any = None
+    thinking_token_budget: Any = None
+    sampling_params: Any = None
     return_hidden_states: Any = None
     priority: Any = None
+    max_new_tokens: Any = None
+    min_new_tokens: Any = None
+    sampling_seed: Any = None
+    stop_sequences: Any = None
+    return_logprob: Any = None
+    top_logprobs_num: Any = None
 
 
 class ChatBody(OpenAIBody, kw_only=True):
@@ -111,6 +153,9 @@ class ChatBody(OpenAIBody, kw_only=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     audio: Any = None
+    best_of: Any = None
+    documents: Any = None
+    echo: Any = None
     functions: Any = None
     function_call: Any = None
     continue_final_message: Any = None
@@ -126,11 +171,16 @@ class CompletionBody(OpenAIBody, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: Any = None
+    prompt_embeds: Any = None
+    top_logprobs: Any = None
 
 
 def check_supported(body: ChatBody | CompletionBody) -> None:
     """Raise a 400 that names what is asked for and not built."""
     refuse_unsupported(body, _UNSUPPORTED)
+    refuse_misnamed(body, _MISNAMED)
+    if body.length_penalty != 1:  # vLLM's default, of use to beams alone
+        refuse_unsupported(body, ("length_penalty",))
     kind = (body.response_format or {}).get("type", "text")
     if kind != "text":
         raise unsupported("response_format", f"of type {kind!r}")
@@ -138,9 +188,17 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
         raise RequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     if isinstance(body, CompletionBody):
         refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
+        refuse_misnamed(body, _MISNAMED_COMPLETION)
+        if body.add_special_tokens is False:
+            raise unsupported("add_special_tokens", "false", why="give token ids for a prompt without them")
         _check_best_of(body)
         return
     refuse_unsupported(body, _UNSUPPORTED_CHAT)
+    refuse_misnamed(body, _MISNAMED_CHAT)
+    if body.add_special_tokens:
+        raise unsupported("add_special_tokens", "true", why="the chat template writes them")
+    if body.best_of not in (1, body.n):
+        refuse_unsupported(body, ("best_of",))
     if body.modalities and body.modalities != ["text"]:
         raise unsupported("modalities", "other than text")
     if isinstance(body.tool_choice, dict) or body.tool_choice not in (None, "none", "auto"):
@@ -153,11 +211,22 @@ def check_supported(body: ChatBody | CompletionBody) -> None:
 
 def drop_unsupported(body: ChatBody | CompletionBody) -> None:
     """Forget what `check_supported` has let pass since it asks for nothing."""
-    kind = _UNSUPPORTED_CHAT if isinstance(body, ChatBody) else _UNSUPPORTED_COMPLETION
-    for name in (*_UNSUPPORTED, *kind, "response_format", "extra_key", "cache_salt", "user"):
+    is_chat = isinstance(body, ChatBody)
+    kind = _UNSUPPORTED_CHAT if is_chat else _UNSUPPORTED_COMPLETION
+    misnamed = {**_MISNAMED, **(_MISNAMED_CHAT if is_chat else _MISNAMED_COMPLETION)}
+    for name in (
+        *_UNSUPPORTED,
+        *kind,
+        *misnamed,
+        "length_penalty",
+        "response_format",
+        "extra_key",
+        "cache_salt",
+        "user",
+    ):
         setattr(body, name, None)
     if isinstance(body, ChatBody):
-        body.modalities = body.tool_choice = body.function_call = None
+        body.modalities = body.tool_choice = body.function_call = body.best_of = None
 
 
 def _check_best_of(body: CompletionBody) -> None:
