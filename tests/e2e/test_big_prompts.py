@@ -48,11 +48,10 @@ def test_a_long_prompt_that_fits_arrives_whole(tmp_path):
     text = "é1" * 70_000
     with running(run_dir, msgspec.structs.replace(settings, scheduler=scheduler)) as server:
         for path, body in (
-            ("/generate", {"text": text}),
+            ("/generate", {"text": text, "sampling_params": {"max_new_tokens": 1}}),
             ("/v1/completions", {"prompt": text, "max_tokens": 1}),
         ):
-            params = {"sampling_params": {"max_new_tokens": 1}}
-            assert httpx.post(server.url + path, json={**body, **params}).status_code == 200
+            assert httpx.post(server.url + path, json=body).status_code == 200
         assert [r.input_ids.tolist() for r in server.engine.seen] == [list(text.encode())] * 2
 
 
