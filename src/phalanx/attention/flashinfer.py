@@ -48,6 +48,7 @@ class FlashInferAttention:
         self._wrapper_class = flashinfer.BatchDecodeWithPagedKVCacheWrapper
         self._config = config
         self._scale = config.head_dim**-0.5
+        self._group = config.num_q_heads // config.num_kv_heads
         self._float_workspace = torch.empty(1 << 20, dtype=torch.uint8, device=device)  # only splits use it
         self._wrappers: dict[int, Any] = {}
 
@@ -58,8 +59,7 @@ class FlashInferAttention:
             wrapper = self._wrappers.get(batch.num_decode)
             if wrapper is None:
                 wrapper = self._wrappers[batch.num_decode] = self._plan(batch.decode, pool)
-        group = self._config.num_q_heads // self._config.num_kv_heads
-        return StepState(batch, wrapper, tiles_of(batch, group))
+        return StepState(batch, wrapper, tiles_of(batch, self._group))
 
     def forward(self, layer: int, q: torch.Tensor, pool: KVPool, state: StepState) -> torch.Tensor:
         """q: [T, num_q_heads, head_dim], last stride 1. Returns the same shape, contiguous."""
@@ -94,7 +94,7 @@ class FlashInferAttention:
             sm_scale=self._scale,
             disable_split_kv=True,
         )
-        _check_plan(list(wrapper._plan_info), len(decode.rows), config.num_q_heads // config.num_kv_heads)
+        _check_plan(list(wrapper._plan_info), len(decode.rows), self._group)
         for kept, ours in (
             (wrapper._paged_kv_indptr_buf, decode.kv_indptr),
             (wrapper._paged_kv_indices_buf, decode.kv_indices),

@@ -69,6 +69,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Width of all key heads (and of all value heads)."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def num_weights(self) -> int:
+        """Weights of the model, those of a tied embedding once. Left out: biases and the norms of heads."""
+        attention = self.hidden_size * 2 * (self.q_size + self.kv_size)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_layers * layer + (tables * self.vocab_size + 1) * self.hidden_size
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token takes over all layers."""
         return 2 * self.num_layers * self.kv_size * dtype_bytes
@@ -147,6 +155,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_max_bs: int = 0
     kv_indices_backend: str | None = None
     null_step_ms: float | None = None
+
+    @property
+    def prepares_inside(self) -> bool:
+        """A captured step can build on the device all that attention reads."""
+        return self.kv_indices_backend in (None, "fused")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from phalanx.config.groups import ModelConfig
-from phalanx.engine.memory import weight_bytes
 
 # (up to this many rows, in steps of). Beyond 64 a batch of any size is padded by 5% on average; below, a row
 # more or less changes nothing in a step's time.
@@ -67,7 +66,7 @@ def free_tokens(config: ModelConfig, dtype: str) -> int:
     Up to here padding costs less than it saves, however much it is. By products alone, at an H200's rate:
     what attention reads comes on top, so that steps of long contexts are longer than this says.
     """
-    weights = weight_bytes(config, 1)
+    weights = config.num_weights
     if not config.tie_word_embeddings:
         weights -= config.vocab_size * config.hidden_size  # of the embedding, which is no product
     seconds = _EAGER_LAYER_S * config.num_layers

@@ -20,9 +20,8 @@ def captured_steps(settings: Settings, num_slots: int) -> tuple[list[int], Mixed
     buckets = decode_buckets(scheduler.max_running_requests)
     largest = next((bucket for bucket in buckets if bucket >= most_rows), buckets[-1]) if most_rows else 0
     captured = [bucket for bucket in buckets if bucket <= largest]
-    is_inside = engine.kv_indices_backend in (None, "fused")
     shapes = MixedShapes(
-        captured if is_inside else [],
+        captured if engine.prepares_inside else [],
         free_tokens=free_tokens(settings.model, engine.dtype),
         most_tokens=most_prompt_tokens(scheduler, num_slots),
     )

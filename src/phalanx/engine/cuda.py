@@ -85,7 +85,7 @@ class CudaEngine:
             pad_decode=True,
             indices=settings.engine.kv_indices_backend,
         )
-        self._prepare_inside = settings.engine.kv_indices_backend in (None, "fused")
+        self._prepare_inside = settings.engine.prepares_inside
         self._wanted_shapes = self._mixed_shapes.all()
         # One for all steps and graphs: at 4096 rows of 150,000 logits it takes over a gigabyte.
         lines = self._buckets[-1] + max((shape.chunks for shape in self._wanted_shapes), default=0)

@@ -107,11 +107,8 @@ def check_memory(settings: Settings, needs: EngineNeeds, available: int) -> None
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of a model's weights; of a tied embedding once. Biases and the norms of heads are left out."""
-    attention = config.hidden_size * 2 * (config.q_size + config.kv_size)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
-    tables = 1 if config.tie_word_embeddings else 2
-    return itemsize * (config.num_layers * layer + (tables * config.vocab_size + 1) * config.hidden_size)
+    """Bytes of a model's weights (`ModelConfig.num_weights`)."""
+    return itemsize * config.num_weights
 
 
 def size_pool(

@@ -79,19 +79,17 @@ def _most_held(settings: Settings) -> int:
     return _UNBOUNDED if asked is None else asked
 
 
-def step_bytes(settings: Settings, num_tokens: int, *, fused: bool) -> int:
-    """The most that the model holds at once in a step of so many tokens.
+def step_bytes(settings: Settings, num_tokens: int) -> int:
+    """The most that the model holds at once in a step of so many tokens, attention's own work left out.
 
-    fused: norms, rotation and KV store in kernels of their own, as on CUDA; else in torch, which makes copies
-    of Q and K and keeps sines and cosines.
+    With norms, rotation and KV store in kernels of their own, as on CUDA.
     """
     model, itemsize = settings.model, DTYPES[settings.engine.dtype].itemsize
     hidden, q_and_kv = model.hidden_size, model.q_size + model.kv_size
-    attention = 3 * hidden + 2 * q_and_kv + (0 if fused else 5 * q_and_kv)
-    mlp = (3 if fused else 4) * hidden + 3 * model.intermediate_size
+    attention = 3 * hidden + 2 * q_and_kv
+    mlp = 3 * hidden + 3 * model.intermediate_size
     last_norm = 5 * hidden
-    rotation = 0 if fused else 2 * model.head_dim
-    return num_tokens * (itemsize * (max(attention, mlp, last_norm) + rotation) + _TOKEN_BYTES)
+    return num_tokens * (itemsize * max(attention, mlp, last_norm) + _TOKEN_BYTES)
 
 
 def _on_cuda(settings: Settings) -> EngineNeeds:
@@ -108,7 +106,7 @@ def _on_cuda(settings: Settings) -> EngineNeeds:
     graphs = 0
     if buckets:
         graphs = (len(buckets) + len(shapes)) * num_kernels * _GRAPH_KERNEL_BYTES
-        graphs += step_bytes(settings, most_captured, fused=True) + attention + sampling
+        graphs += step_bytes(settings, most_captured) + attention + sampling
     # Kept until their step is read, and the next one is under way by then.
     kept = 2 * rows * vocab * itemsize
     return EngineNeeds(
@@ -118,7 +116,7 @@ def _on_cuda(settings: Settings) -> EngineNeeds:
         pool_token=4 if engine.attention_backend == "flashinfer" else 0,  # page lists
         tables=table_bytes(settings),
         logits=lines * vocab * itemsize,
-        steps=step_bytes(settings, largest_step(settings), fused=True) + attention,
+        steps=step_bytes(settings, largest_step(settings)) + attention,
         sampling=sampling + _eager_sampling_bytes(settings) + min(rows, _COPIED_LINES) * vocab * itemsize,
         logprobs=kept + _LOGPROB_LINES * vocab * _LOGPROB_BYTES,
         graphs=graphs,

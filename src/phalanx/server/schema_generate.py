@@ -80,7 +80,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Any = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+MISPLACED = SamplingFields.__struct_fields__
+"""Sampling parameters beside `text`: there they would be ignored."""
+_Misplaced = msgspec.defstruct("_Misplaced", [(name, Any, None) for name in MISPLACED], kw_only=True)
+
+
+class GenerateBody(_Misplaced, kw_only=True):
     """One prompt, or a list of prompts with values that are one for all or one for each.
 
     extra_key, cache_salt: keep prefixes of different keys apart; none are shared yet, so each is kept apart.
@@ -117,45 +122,12 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
-    max_new_tokens: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    min_new_tokens: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    no_stop_trim: Any = None
-    n: Any = None
-    logit_bias: Any = None
-    sampling_seed: Any = None
-    stop_regex: Any = None
-    stream_interval: Any = None
-    beam_width: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    structural_tag: Any = None
-    custom_params: Any = None
-    watermark: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    min_tokens: Any = None
-    seed: Any = None
     logprobs: Any = None
     top_logprobs: Any = None
 
 
 MISNAMED = {"logprobs": "return_logprob", "top_logprobs": "top_logprobs_num"}
 """Names of OpenAI's routes for fields of `/generate`."""
-MISPLACED = tuple(name for name in SamplingFields.__struct_fields__ if name in GenerateBody.__struct_fields__)
-"""Sampling parameters beside `text`: there they would be ignored."""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
